@@ -1,0 +1,1 @@
+"""Generated from proto/ by `make protos`; never edited by hand."""

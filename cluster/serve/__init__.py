@@ -1,0 +1,1 @@
+"""Ray Serve: places and supervises the groups and, outside Kubernetes, the routers. The only importer of ray."""

@@ -1,0 +1,1 @@
+"""A worker group: continuous batching over paged KV. Holds token ids and pages; knows no text."""

@@ -1,0 +1,80 @@
+"""The plan of a step: the one thing that the leader tells the ranks. Integers only; no torch, no phases.
+
+Every row is a sequence that gets some of the token budget, so that what is computed catches up with what is known. A
+decode is a row of one token, a prefill a row of many, a chunk a row of some: nothing downstream asks which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.request import PositionLogprobs, SamplingParams
+
+PLAN_VERSION = 1
+
+Int32: TypeAlias = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """One row whose last token's logits are turned into a token."""
+
+    row: int
+    params: SamplingParams
+    sample_index: int
+    prompt_tokens: Int32  # for penalties; the same array in every step of a sequence
+    output_tokens: Int32  # before this draw; the drawn token's position is len(prompt) + len(output)
+    allow_stop: bool  # False while min_tokens forbids EOS and stop ids
+
+    @property
+    def position(self) -> int:
+        """Where the drawn token will stand, from 0 at the prompt's first token."""
+        return len(self.prompt_tokens) + len(self.output_tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """R rows with T tokens in all. CSR arrays need no padding, so no padding can be mistaken for a page.
+
+    Row r feeds ``token_ids[row_starts[r]:row_starts[r+1]]`` at positions ``num_computed[r]``, +1, ...; its pages are
+    ``blocks[block_starts[r]:block_starts[r+1]]``, and position p lies in slot ``p % block_tokens`` of page
+    ``p // block_tokens`` of that list. The pages of all positions that the row feeds are in the list.
+    """
+
+    step: int
+    token_ids: Int32  # [T]
+    row_starts: Int32  # [R+1]
+    num_computed: Int32  # [R] tokens whose KV is in pages before this step
+    carried_from: Int32  # [R] row of step-1 whose drawn token is this row's last token_id; -1: token_ids holds it
+    block_starts: Int32  # [R+1]
+    blocks: Int32  # [sum of block table lengths]
+    draws: tuple[Draw, ...]  # in order of row
+    copies: Int32  # [C, 2] pages (from, to) copied before anything is written (copy on write)
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.num_computed)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the ranks answer: for each Draw of the plan its token (or that its masks left none), and logprobs if asked."""
+
+    step: int
+    tokens: tuple[int, ...]  # MASK_EMPTY where nothing could be drawn
+    logprobs: tuple[PositionLogprobs | None, ...]
+    forward_s: float  # the model's forward pass
+    sample_s: float
+
+
+MASK_EMPTY = -1
