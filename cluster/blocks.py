@@ -28,7 +28,7 @@ WIRE_HASH_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """Every fact that decides whether two KV blocks may be exchanged. All are required: an unknown one is no namespace."""
+    """Every fact that decides whether two KV blocks may be exchanged. All are required."""
 
     model: str
     weights_digest: str  # SHA-256 hex over the weights' bytes, or over file digests

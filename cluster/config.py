@@ -1,7 +1,7 @@
 """Configuration: frozen, documented values. Unknown keys are refused; secrets are masked; units are in the names.
 
-One YAML file (``quire serve --config``, ``serve run cluster.serve.app:build``) holds a ``ClusterConfig``; flags override
-single fields. Every field's meaning is in its ``description``, which a test checks and ``quire config`` prints.
+One YAML file (``quire serve --config``, ``serve run cluster.serve.app:build``) holds a ``ClusterConfig``; flags
+override single fields. Every field's meaning is in its ``description``; `quire config` prints it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EngineConfig(Frozen):
     block_tokens: Literal[8, 16, 32, 64, 128] = Field(16, description="Tokens in a KV block (a page).")
     kv_memory_bytes: Positive | None = Field(
         None,
-        description="Memory for KV pages. Unset: room for max_running whole contexts, at most a quarter of what is free.",
+        description="Memory for KV pages. Unset: max_running whole contexts, at most a quarter of free memory.",
     )
     max_batch_tokens: Positive = Field(512, description="Token budget of one step, over prefill and decode.")
     max_running: Positive = Field(32, description="Sequences that run at once.")

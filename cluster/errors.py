@@ -7,7 +7,7 @@ Raise the class whose meaning fits; ``reason`` is stable and clients may branch 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 if TYPE_CHECKING:
     import grpc
@@ -17,7 +17,7 @@ DOMAIN = "quire"
 
 
 class QuireError(Exception):
-    """The root. ``code`` is a gRPC status code's name; ``reason`` a stable label; ``metadata`` names field, value, limit."""
+    """The root. ``code``: a gRPC status code's name. ``reason``: a stable label. ``metadata``: field, value, limit."""
 
     code: ClassVar[str] = "INTERNAL"
     reason: ClassVar[str] = "INTERNAL"
@@ -29,7 +29,7 @@ class QuireError(Exception):
         self.metadata: Mapping[str, str] = {key: str(value) for key, value in metadata.items()}
 
 
-# -- what the caller can mend ------------------------------------------------------------------------------------------
+# -- what the caller can mend ----------------------------------------------------------------------------------------
 
 
 class InvalidRequest(QuireError):
@@ -39,11 +39,11 @@ class InvalidRequest(QuireError):
     reason = "INVALID_FIELD"
 
     @classmethod
-    def of(cls, field: str, value: object, rule: str, **metadata: object) -> InvalidRequest:
+    def of(cls, field: str, value: object, rule: str, **metadata: str) -> InvalidRequest:
         """Say which field, its value (shortened), and what it must be."""
         shown = repr(value)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return cls(f"{field}: {rule}; got {shown}", field=field, value=shown, **metadata)
+        return cls(f"{field}: {rule}; got {shown}", field=field, value=shown, **metadata)  # type: ignore[arg-type]
 
 
 class PromptEmpty(InvalidRequest):
@@ -113,7 +113,7 @@ class Cancelled(QuireError):
     reason = "CANCELLED"
 
 
-# -- what time can mend --------------------------------------------------------------------------------------------------
+# -- what time can mend ----------------------------------------------------------------------------------------------
 
 
 class Overloaded(QuireError):
@@ -151,7 +151,7 @@ class SlowConsumer(QuireError):
     reason = "SLOW_CONSUMER"
 
 
-# -- what an operator must mend: shown by the command line as one line, exit code 1 ----------------------------------------
+# -- what an operator must mend: shown by the command line as one line, exit code 1 ----------------------------------
 
 
 class ConfigError(QuireError):
@@ -218,12 +218,12 @@ def from_reason(
 def to_status(error: QuireError) -> Status:
     """The google.rpc.Status of an error: code, message, ErrorInfo and, with a hint, RetryInfo."""
     import grpc
-    from google.protobuf.any_pb2 import Any
+    from google.protobuf.any_pb2 import Any as AnyMessage
     from google.protobuf.duration_pb2 import Duration
     from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
     from google.rpc.status_pb2 import Status
 
-    details = [Any(), Any()]
+    details = [AnyMessage(), AnyMessage()]
     details[0].Pack(ErrorInfo(domain=DOMAIN, reason=error.reason, metadata=dict(error.metadata)))
     if error.retry_after_ms:
         delay = Duration()
@@ -236,12 +236,14 @@ def to_status(error: QuireError) -> Status:
     )
 
 
-async def abort(context: grpc.aio.ServicerContext[object, object], error: QuireError) -> None:
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: QuireError) -> NoReturn:
     """End a call with an error's status. Does not return."""
     from grpc_status import rpc_status
 
+    # grpc.aio's contexts have no abort_with_status; its parts do the same.
     status = rpc_status.to_status(to_status(error))
-    await context.abort_with_status(status)  # type: ignore[arg-type]
+    await context.abort(status.code, status.details or "", tuple(status.trailing_metadata or ()))
+    raise error  # abort raises by itself; this tells so to whoever reads types
 
 
 def from_rpc_error(error: grpc.RpcError) -> QuireError:
@@ -250,8 +252,8 @@ def from_rpc_error(error: grpc.RpcError) -> QuireError:
     from google.rpc.status_pb2 import Status
 
     info, retry = ErrorInfo(), RetryInfo()
-    trailers = error.trailing_metadata() or () if hasattr(error, "trailing_metadata") else ()
-    for key, value in trailers:
+    trailers: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
+    for key, value in trailers or ():
         if key == "grpc-status-details-bin":
             for detail in Status.FromString(value).details:
                 detail.Unpack(info)

@@ -68,7 +68,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the ranks answer: for each Draw of the plan its token (or that its masks left none), and logprobs if asked."""
+    """What the ranks answer: for each Draw of the plan its token (or MASK_EMPTY), and logprobs where asked for."""
 
     step: int
     tokens: tuple[int, ...]  # MASK_EMPTY where nothing could be drawn
