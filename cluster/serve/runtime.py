@@ -1,0 +1,224 @@
+"""The application in the foreground: a Ray of our own (or one that runs), the deployment, its end, and no process left.
+
+Call ``environment.prepare()`` before importing this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray import serve
+from ray.serve.schema import ApplicationStatus, ReplicaState
+
+from cluster.config import ClusterConfig
+from cluster.errors import ConfigError, DependencyUnreachable, QuireError
+from cluster.serve import failures
+from cluster.serve.app import APP_NAME, SUPERVISOR_CPUS, application
+from cluster.serve.group import START_TIMEOUT_S, rank_bundle
+
+OBJECT_STORE_BYTES = 100 << 20
+"""Nothing of ours goes through Ray's object store; this is close to the least it accepts."""
+
+_POLL_S = 0.2
+_CALL_TIMEOUT_S = 30.0
+_LONGEST_TEMP_DIR = 40
+"""Ray puts Unix sockets below its folder, and their paths may have 107 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a deployment is: replicas that run, of those wanted."""
+
+    groups: int
+    groups_wanted: int
+    routers: int
+    routers_wanted: int
+    detail: str  # Serve's own word on a delay or a replacement; may be empty
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that was asked for runs."""
+        return self.groups >= self.groups_wanted and self.routers >= self.routers_wanted
+
+
+@contextlib.contextmanager
+def ray_cluster(config: ClusterConfig) -> Iterator[None]:
+    """Ray for the time of the block: the one that RAY_ADDRESS names, else a private one that ends with the block.
+
+    Raises DependencyUnreachable when the named one does not answer or a private one does not start.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        _connect(address=address)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="quire-", dir=_short_temp_dir()))
+    with _removed_at_end(folder), _Descendants() as descendants:
+        # Not a token more of CPU than there is, except where the bookkeeping of many small groups would not fit.
+        cpus = max(os.cpu_count() or 1, math.ceil(_cpus_needed(config)))
+        _connect(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(folder),
+        )
+        try:
+            yield
+        finally:
+            descendants.note()
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def deployed(config: ClusterConfig, on_progress: Callable[[Progress], None]) -> Iterator[list[dict[str, Any]]]:
+    """The application for the time of the block; yields each router's facts (host, port, pid).
+
+    Raises the QuireError that a replica could not start with, or one that says what Serve waits for at the timeout.
+    At the end streams are drained and the application is removed.
+    """
+    if APP_NAME in serve.status().applications:
+        raise ConfigError(f"an application named {APP_NAME!r} runs on this Ray already; `serve shutdown` ends it")
+    # No proxies: clients talk gRPC to our router. route_prefix None, since there is no HTTP to route.
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+    serve._run(application(config), name=APP_NAME, route_prefix=None, _blocking=False)
+    try:
+        _wait_until_running(config, on_progress)
+        yield router_facts()
+    finally:
+        # Serve drains each replica in its __del__ and bounds that itself; this waits a little longer than it may take.
+        serve.delete(APP_NAME)
+
+
+def progress(config: ClusterConfig) -> Progress:
+    """Where the application stands now. Raises the QuireError that a first start failed with."""
+    application_status = serve.status().applications.get(APP_NAME)
+    deployments = application_status.deployments if application_status else {}
+    running: dict[str, int] = {}
+    details: list[str] = []
+    for name, deployment in deployments.items():
+        running[name] = deployment.replica_states.get(ReplicaState.RUNNING, 0)
+        if error := failures.find(deployment.message):
+            raise error
+        if deployment.message:
+            details.append(deployment.message.splitlines()[0])
+    if application_status and application_status.status == ApplicationStatus.DEPLOY_FAILED:
+        raise QuireError(
+            f"Ray Serve could not start the application: {'; '.join(details) or application_status.message}"
+        )
+    groups, routers = running.get("Group", 0), running.get("Router", 0)
+    return Progress(groups, config.groups, routers, config.routers, "; ".join(details))
+
+
+def router_facts() -> list[dict[str, Any]]:
+    """Host, port and process id of every router."""
+    return _broadcast("Router")
+
+
+def group_facts() -> list[dict[str, Any]]:
+    """Group id, process id and rank process ids of every group."""
+    return _broadcast("Group")
+
+
+def _broadcast(deployment: str) -> list[dict[str, Any]]:
+    handle = serve.get_deployment_handle(deployment, APP_NAME)
+    return list(handle.broadcast("facts").results(timeout_s=_CALL_TIMEOUT_S))
+
+
+def _wait_until_running(config: ClusterConfig, on_progress: Callable[[Progress], None]) -> None:
+    give_up = time.monotonic() + START_TIMEOUT_S
+    while True:
+        now = progress(config)
+        on_progress(now)
+        if now.complete:
+            return
+        if time.monotonic() > give_up:
+            raise DependencyUnreachable(
+                f"only {now.groups} of {now.groups_wanted} groups and {now.routers} of {now.routers_wanted} routers "
+                f"started in {START_TIMEOUT_S:.0f} s: {now.detail or 'no reason given by Ray Serve'}"
+            )
+        time.sleep(_POLL_S)
+
+
+def _connect(**options: Any) -> None:
+    """ray.init, quietly: an operator reads our lines; Ray's are in its session folder."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, namespace="serve", **options)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
+        raise DependencyUnreachable(f"ray: {str(error).strip().splitlines()[0]}", field="RAY_ADDRESS") from error
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing serve's parts sets it back
+    _mute_death_notices()
+
+
+def _mute_death_notices() -> None:
+    """Ray prints a paragraph on our terminal for each worker that dies, log_to_driver or not. We say it in one line."""
+    from ray._private import ray_logging
+
+    for name, _ in list(ray_logging.global_worker_stdstream_dispatcher.handlers):
+        ray_logging.global_worker_stdstream_dispatcher.remove_handler(name)
+
+
+def _cpus_needed(config: ClusterConfig) -> float:
+    per_group = SUPERVISOR_CPUS + config.tp * rank_bundle(config)["CPU"]
+    # One more of each: a replacement may be placed before Ray has taken its predecessor's share back.
+    return (config.groups + 1) * per_group + (config.routers + 1) * SUPERVISOR_CPUS
+
+
+def _short_temp_dir() -> str:
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= _LONGEST_TEMP_DIR else "/tmp"
+
+
+@contextlib.contextmanager
+def _removed_at_end(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Descendants:
+    """The processes below this one that a block started; those that still live at its end are killed.
+
+    Ray ends its processes itself; this is for those that it lost sight of, or for an end that was interrupted. They
+    must be noted while their parents live: an orphan belongs to init and cannot be told from a stranger.
+    """
+
+    _GRACE_S = 5.0
+
+    def __init__(self) -> None:
+        self._me = psutil.Process()
+        self._earlier = set(self._me.children(recursive=True))
+        self._noted: set[psutil.Process] = set()
+
+    def note(self) -> None:
+        """Remember those that live now."""
+        self._noted.update(set(self._me.children(recursive=True)) - self._earlier)
+
+    def __enter__(self) -> _Descendants:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.note()
+        _, alive = psutil.wait_procs(list(self._noted), timeout=self._GRACE_S)
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(alive, timeout=self._GRACE_S)
