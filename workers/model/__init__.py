@@ -1,1 +1,19 @@
 """Model families, their weights, and the files they come from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from cluster.models import ModelFiles
+    from workers.model.llama import Model
+
+
+def load(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> Model:
+    """Read a model's config and weights. Raises ModelLoadError that names the file, field or tensor."""
+    # Imported here: whoever wants only a ModelConfig gets it without torch.
+    from workers.model.loading import load_model
+
+    return load_model(files, dtype, device)

@@ -1,0 +1,120 @@
+"""What a step is to the model, where its keys and values live, and what an attention backend does with both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cluster.errors import OutOfMemory, ProtocolError
+from workers.plan import Int32, StepPlan
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """A StepPlan with every position and slot spelled out. Tensors are int64 on the model's device.
+
+    The model's rows of hidden states are the T tokens of the plan, one after the other; sequences matter to attention
+    alone, which finds them in ``plan``.
+    """
+
+    plan: StepPlan
+    token_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    pages: torch.Tensor  # [T] where each token's keys and values are written
+    slots: torch.Tensor  # [T] and in which slot of the page
+    last_tokens: torch.Tensor  # [S] index of the token whose logits each draw needs
+    max_position: int
+
+
+def spell_out(plan: StepPlan, token_ids: Int64, block_tokens: int, device: torch.device) -> Batch:
+    """Make a Batch. ``token_ids``: the plan's, with what was carried over filled in.
+
+    Raises ProtocolError if a row feeds a position that its pages do not hold: it would be written into a neighbour's.
+    """
+    lengths = np.diff(plan.row_starts)
+    rows = np.repeat(np.arange(plan.num_rows), lengths)
+    positions = plan.num_computed[rows] + np.arange(plan.num_tokens, dtype=np.int64) - plan.row_starts[rows]
+    entries = plan.block_starts[rows] + positions // block_tokens
+    if np.any(entries >= plan.block_starts[rows + 1]):
+        row = int(rows[np.argmax(entries >= plan.block_starts[rows + 1])])
+        raise ProtocolError(f"plan of step {plan.step}: row {row} has fewer pages than its positions need", row=row)
+    last = np.fromiter((plan.row_starts[draw.row + 1] - 1 for draw in plan.draws), np.int64, len(plan.draws))
+
+    def tensor(values: npt.NDArray[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(device)
+
+    return Batch(
+        plan=plan,
+        token_ids=tensor(token_ids),
+        positions=tensor(positions),
+        pages=tensor(plan.blocks[entries]),
+        slots=tensor(positions % block_tokens),
+        last_tokens=tensor(last),
+        max_position=int(positions.max(initial=0)),
+    )
+
+
+class KVPages:
+    """The keys and values of every layer: ``[num_blocks, kv_heads, block_tokens, head_dim]`` each, allocated once.
+
+    Head-major inside a page, so that one head's slots are one run of memory, for a kernel as for a rank's share.
+    """
+
+    def __init__(
+        self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Raises OutOfMemory. Pages start as zeros: a slot that was never written must not hold a NaN."""
+        try:
+            self.keys = [_zeros(shape, dtype, device) for _ in range(layers)]
+            self.values = [_zeros(shape, dtype, device) for _ in range(layers)]
+        except (MemoryError, RuntimeError) as error:  # torch.cuda.OutOfMemoryError is a RuntimeError
+            size = 2 * layers * int(np.prod(shape)) * dtype.itemsize
+            raise OutOfMemory(
+                f"no memory for KV pages of {size:,} bytes on {device}; set engine.kv_memory_bytes to less",
+                bytes=size,
+            ) from error
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages in the pool."""
+        return self.keys[0].shape[0]
+
+    @property
+    def block_tokens(self) -> int:
+        """Slots of a page."""
+        return self.keys[0].shape[2]
+
+    def copy(self, copies: Int32) -> None:
+        """Copy whole pages, ``[C, 2]`` of (from, to), as if all were read before any is written."""
+        if not len(copies):
+            return
+        pairs = torch.from_numpy(copies.astype(np.int64)).to(self.keys[0].device)
+        for pages in (*self.keys, *self.values):
+            pages[pairs[:, 1]] = pages[pairs[:, 0]]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros are the kernel's untouched zero pages: a pool costs memory only as it fills.
+    return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+class Attention(Protocol):
+    """Softmax attention of each token over all positions of its row up to its own."""
+
+    name: str
+
+    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """``q``: [T, heads, head_dim]; ``keys``, ``values``: one layer's pages, the step's own already written.
+
+        Returns [T, heads * head_dim]. Query head h reads KV head ``h // (heads // kv_heads)``; scores are scaled by
+        ``head_dim ** -0.5``.
+        """
+        ...

@@ -1,0 +1,45 @@
+"""The oracle: gathers each row's pages and writes softmax(q k^T) v out in full. Right on any device, in any dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from workers.attention.interface import Batch
+
+
+def gather(pages: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
+    """The first ``length`` slots of a row's pages, ``[kv_heads, length, head_dim]``."""
+    _, kv_heads, _, head_dim = pages.shape
+    return pages[blocks].transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :length]
+
+
+class ReferenceAttention:
+    """Plain torch, one row after the other; scores and softmax in fp32."""
+
+    name = "reference"
+
+    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """See Attention."""
+        plan = batch.plan
+        out = torch.empty_like(q)
+        for row in range(plan.num_rows):
+            start, end = plan.row_starts[row], plan.row_starts[row + 1]
+            length = int(plan.num_computed[row] + end - start)
+            blocks = torch.from_numpy(plan.blocks[plan.block_starts[row] : plan.block_starts[row + 1]]).to(q.device)
+            used = blocks[: -(-length // keys.shape[2])].long()
+            out[start:end] = _attend(
+                q[start:end], gather(keys, used, length), gather(values, used, length), batch.positions[start:end]
+            )
+        return out.flatten(1)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """q: [n, heads, d]; k, v: [kv_heads, length, d]; positions: [n]. Returns [n, heads, d]."""
+    n, heads, head_dim = q.shape
+    kv_heads, length, _ = k.shape
+    grouped = q.float().view(n, kv_heads, heads // kv_heads, head_dim)
+    scores = torch.einsum("nkgd,kld->nkgl", grouped, k.float()) * head_dim**-0.5
+    later = torch.arange(length, device=q.device) > positions[:, None]
+    scores.masked_fill_(later[:, None, None, :], float("-inf"))
+    out = torch.einsum("nkgl,kld->nkgd", scores.softmax(-1), v.float())
+    return out.reshape(n, heads, head_dim).to(q.dtype)

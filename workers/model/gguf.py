@@ -1,0 +1,96 @@
+"""Weights from a GGUF file: names and layouts turned back into Hugging Face's, quantized blocks into fp32."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cluster.errors import ModelLoadError
+from workers.model.config import ModelConfig
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# llama.cpp turns neighbouring dimensions; its converter permutes q and k for these architectures, and for no other.
+_PERMUTED = ("llama", "mistral")
+
+
+class GGUFSource:
+    """A GGUF file as a WeightSource. The file is mapped; a tensor is dequantized when it is read."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self.path = path
+        self._config = config
+        self._tensors = {_hf_name(tensor.name): tensor for tensor in _tensors(path)}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """GGUF lists the fastest dimension first; Hugging Face lists it last."""
+        return {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor in fp32, q and k in Hugging Face's order of rows."""
+        tensor = self._tensors[name]
+        try:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        except (RuntimeError, ValueError) as error:
+            raise ModelLoadError(
+                f"{self.path}: tensor {tensor.name!r} of type {tensor.tensor_type.name} cannot be read: {error}",
+                tensor=tensor.name,
+            ) from error
+        heads = self._permuted_heads(name)
+        values = _unpermute(values, heads) if heads else values
+        # The map is read-only and torch warns of tensors that must not be written: a copy is ours.
+        return torch.from_numpy(np.array(values, copy=not values.flags.writeable))
+
+    def _permuted_heads(self, name: str) -> int:
+        if self._config.model_type not in _PERMUTED:
+            return 0
+        if ".q_proj." in name:
+            return self._config.heads
+        return self._config.kv_heads if ".k_proj." in name else 0
+
+
+def _tensors(path: Path) -> list[gguf.ReaderTensor]:
+    try:
+        return list(gguf.GGUFReader(path).tensors)
+    except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
+        raise ModelLoadError(f"{path}: not a whole GGUF file: {error}", path=path) from error
+
+
+def _hf_name(name: str) -> str:
+    """Names that are not known stay as they are, and are refused as left over."""
+    if name == "rope_freqs.weight":
+        raise ModelLoadError(
+            "GGUF tensor 'rope_freqs.weight': a scaled rope is served from safetensors, whose config names its kind",
+            tensor=name,
+        )
+    stem, _, kind = name.rpartition(".")
+    if stem in _TOP:
+        return f"{_TOP[stem]}.{kind}"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if match and match[2] in _LAYER:
+        return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{kind}"
+    return name
+
+
+def _unpermute(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
+    """Rows (pair, half) of each head back to (half, pair)."""
+    pairs = values.shape[0] // heads // 2
+    return values.reshape(heads, pairs, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)

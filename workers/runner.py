@@ -1,0 +1,102 @@
+"""Runs plans: the model over its pages, then the draw. One runner per rank; it owns the memory of the pages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from cluster.config import AttentionName
+from cluster.errors import ProtocolError
+from workers.attention.interface import Int64, KVPages, spell_out
+from workers.model import backend
+from workers.model.config import ModelConfig
+from workers.model.llama import Model
+from workers.plan import MASK_EMPTY, Draw, StepPlan, StepResult
+from workers.request import PositionLogprobs
+
+NOT_CARRIED = -1
+
+
+class TokenSampler(Protocol):
+    """Turns logits into tokens; workers.sampler.Sampler is the one that is used."""
+
+    def sample(
+        self, logits: torch.Tensor, draws: Sequence[Draw]
+    ) -> tuple[tuple[int, ...], tuple[PositionLogprobs | None, ...]]:
+        """``logits``: [S, vocab_size] in fp32, which may be overwritten. One token (or MASK_EMPTY) per draw."""
+        ...
+
+
+class Runner:
+    """A model, its KV pages, and the tokens that the last step drew."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        block_tokens: int,
+        num_blocks: int,
+        attention: AttentionName = "auto",
+        sampler: TokenSampler,
+    ) -> None:
+        """Allocates the pages and prepares the kernels. Raises OutOfMemory, ConfigError."""
+        config = model.config
+        self.model = model
+        self.pages = KVPages(
+            config.layers, (num_blocks, config.kv_heads, block_tokens, config.head_dim), model.dtype, model.device
+        )
+        self._backend = backend.choose(attention, model.device, model.dtype)
+        self._sampler = sampler
+        self._drawn: dict[int, int] = {}  # row of the last step → its token
+        self._last_step = -1
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages in the pool."""
+        return self.pages.num_blocks
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. Raises ProtocolError if the plan contradicts itself or the step before it."""
+        start = time.perf_counter()
+        self.pages.copy(plan.copies)
+        batch = spell_out(plan, self._resolved(plan), self.pages.block_tokens, self.model.device)
+        logits = self.model.forward(batch, self.pages, self._backend)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        forwarded = time.perf_counter()
+        tokens, logprobs = self._sampler.sample(logits, plan.draws) if plan.draws else ((), ())
+        self._drawn = {draw.row: token for draw, token in zip(plan.draws, tokens, strict=True)}
+        self._last_step = plan.step
+        return StepResult(
+            step=plan.step,
+            tokens=tokens,
+            logprobs=logprobs,
+            forward_s=forwarded - start,
+            sample_s=time.perf_counter() - forwarded,
+        )
+
+    def _resolved(self, plan: StepPlan) -> Int64:
+        """The plan's token ids, with those that the last step drew in their places."""
+        token_ids = plan.token_ids.astype(np.int64)
+        carried = np.flatnonzero(plan.carried_from != NOT_CARRIED)
+        for row in carried:
+            source = int(plan.carried_from[row])
+            if plan.step != self._last_step + 1 or source not in self._drawn:
+                raise ProtocolError(
+                    f"plan of step {plan.step}: row {row} carries a token of row {source} that step "
+                    f"{plan.step - 1} did not draw",
+                    row=row,
+                )
+            token = self._drawn[source]
+            # A row whose masks left nothing ends one step late: what it computes meanwhile is thrown away.
+            token_ids[plan.row_starts[row + 1] - 1] = 0 if token == MASK_EMPTY else token
+        return token_ids
+
+
+def bytes_per_block(config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of one page over all layers: keys and values."""
+    return 2 * config.layers * config.kv_heads * block_tokens * config.head_dim * dtype.itemsize
