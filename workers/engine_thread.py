@@ -79,11 +79,13 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop,
         *,
         max_waiting: int,
+        set_up: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._listener = listener
         self._loop = loop
+        self._set_up = set_up
         self._clock = clock
         self._max_queued = max_waiting + _QUEUE_SLACK
         self._wake = threading.Condition()
@@ -177,6 +179,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
+            self._set_up()
             while not self._stopping:
                 asked = self._take_inbox()
                 if self._engine.has_work:

@@ -41,7 +41,10 @@ _log = get_logger("server")
 
 
 class GroupServer:
-    """Serves one engine, which it runs on a thread of its own. ``on_broken`` is called once if that engine breaks."""
+    """Serves one engine, which it runs on a thread of its own. ``on_broken`` is called once if that engine breaks.
+
+    ``set_up_thread`` is called on the engine's thread before its first step: some settings of libraries are per thread.
+    """
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class GroupServer:
         config: WorkerConfig,
         *,
         on_broken: Callable[[BaseException], None] = lambda error: None,
+        set_up_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self._hello = hello
         self._credential = f"Bearer {token}".encode()
@@ -62,10 +66,14 @@ class GroupServer:
         self._draining = False
         self._load: Load = engine.load()
         self._thread = EngineThread(
-            engine, listener=self, loop=asyncio.get_running_loop(), max_waiting=hello.max_waiting
+            engine,
+            listener=self,
+            loop=asyncio.get_running_loop(),
+            max_waiting=hello.max_waiting,
+            set_up=set_up_thread,
         )
-        self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=WORKER_SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._server: grpc.aio.Server = grpc.aio.server(options=WORKER_SERVER_OPTIONS)
         self._beating: asyncio.Task[None] | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -153,7 +161,7 @@ class GroupServer:
         self._on_broken(error)
 
     def _news(self, stream: RouterStream) -> tuple[int | bool, ...]:
-        """What of a load is worth a frame after a step. Rates and sums change in every step, and wait for a heartbeat."""
+        """What of a load is worth a frame after a step. Rates and sums change in each one and wait for a heartbeat."""
         load = self._load
         return (
             stream.last_submit_sequence,

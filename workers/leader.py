@@ -1,0 +1,370 @@
+"""Rank 0 of a group: loads the model, builds the engine, serves it, and tells the cluster where.
+
+``python -m workers.leader --config FILE --group-id ID`` runs one group by hand, without Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+from cluster.models import ModelFiles, resolve, tokenizer_digest, weights_digest
+
+from cluster.blocks import Namespace
+from cluster.config import ClusterConfig, DType, load
+from cluster.errors import ConfigError, OutOfMemory, QuireError
+from cluster.membership import GroupRecord, Registry
+from cluster.pb import worker_pb2
+from cluster.rpc import WORKER_PROTOCOL_VERSION, join_host_port
+from cluster.telemetry import get_logger, setup_logging
+from workers.engine_thread import Heartbeat
+from workers.server import GroupServer
+from workers.sizing import pool_blocks
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.engine import Engine
+    from workers.group import Group
+    from workers.model.config import ModelConfig
+
+CHUNK_TOKENS = 256
+"""Tokens of a chunk of the Redis tier. In the namespace from the start, so that the tier can join without a change."""
+
+_log = get_logger("leader")
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """What loading made."""
+
+    group: Group
+    engine: Engine
+    model: str
+    namespace: str
+    device: str
+    dtype: str
+    vocab_size: int
+    threads: int
+
+
+class Leader:
+    """A running group. Made by ``start_leader``; lives on one event loop."""
+
+    def __init__(self, config: ClusterConfig, group_id: str, built: _Built, registry: Registry | None) -> None:
+        self.group_id = group_id
+        self.incarnation = secrets.token_hex(16)
+        self.address = ""
+        self.rank_pids: tuple[int, ...] = (os.getpid(),)
+        self.broken = asyncio.Event()
+        self._config = config
+        self._built = built
+        self._registry = registry
+        self._server = GroupServer(
+            built.engine,
+            self._hello(),
+            _token(config),
+            config.worker,
+            on_broken=lambda error: self.broken.set(),
+            set_up_thread=lambda: _use_threads(built.threads),
+        )
+
+    def heartbeat(self) -> Heartbeat:
+        """The state of the step loop now, for the supervisor."""
+        return self._server.heartbeat()
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that have not ended."""
+        return self._server.open_requests
+
+    @property
+    def announced(self) -> bool:
+        """Whether routers can find this group in Redis."""
+        return self._registry is not None and self._registry.announced
+
+    async def start(self) -> None:
+        """Listen and announce. Raises PortInUse, ConfigError."""
+        worker = self._config.worker
+        port = await self._server.start(worker.host)
+        self.address = join_host_port(worker.host, port)
+        if self._registry is not None:
+            await self._registry.announce(self._record(), worker.lease_s)
+        _log.info("%s serves %s at %s", self.group_id, self._built.model, self.address)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new; return when what runs has ended, after ``timeout_s`` as GROUP_LOST."""
+        await self._server.drain(timeout_s)
+
+    async def stop(self) -> None:
+        """Leave the membership, close the port, end the engine. Idempotent; what still runs ends as GROUP_LOST."""
+        if self._registry is not None:
+            await self._registry.close()
+        await self._server.stop()
+        self._built.group.close()
+
+    def _hello(self) -> worker_pb2.GroupHello:
+        engine, built = self._config.engine, self._built
+        return worker_pb2.GroupHello(
+            protocol_version=WORKER_PROTOCOL_VERSION,
+            group_id=self.group_id,
+            incarnation=self.incarnation,
+            model=built.model,
+            namespace=built.namespace,
+            block_tokens=engine.block_tokens,
+            total_blocks=built.group.num_blocks,
+            max_context_tokens=built.engine.max_request_tokens,
+            vocab_size=built.vocab_size,
+            max_running=engine.max_running,
+            max_batch_tokens=engine.max_batch_tokens,
+            tp=self._config.tp,
+            device=built.device,
+            dtype=built.dtype,
+            heartbeat_ms=self._config.worker.heartbeat_ms,
+            rank_pids=self.rank_pids,
+            max_waiting=engine.max_waiting,
+        )
+
+    def _record(self) -> GroupRecord:
+        return GroupRecord(
+            group_id=self.group_id,
+            incarnation=self.incarnation,
+            model=self._built.model,
+            namespace=self._built.namespace,
+            address=self.address,
+            tp=self._config.tp,
+            device=self._built.device,
+            dtype=self._built.dtype,
+        )
+
+
+async def start_leader(config: ClusterConfig, group_id: str) -> Leader:
+    """Load the model, serve it at a free port of ``config.worker.host``, and announce it when ``config.redis`` is set.
+
+    Loading runs on a thread: the event loop stays live. Redis being away is no error: the group serves, and is
+    announced as soon as Redis is back. Raises ModelLoadError, OutOfMemory, PortInUse, ConfigError.
+    """
+    _token(config)
+    registry = Registry(config.redis, config.cluster) if config.redis is not None else None
+    leader: Leader | None = None
+    try:
+        built = await asyncio.to_thread(_build, config)
+        leader = Leader(config, group_id, built, registry)
+        await leader.start()
+    except BaseException:
+        if leader is not None:
+            await leader.stop()
+        elif registry is not None:
+            await registry.close()
+        raise
+    return leader
+
+
+def _token(config: ClusterConfig) -> str:
+    if config.worker_token is None or not config.worker_token.get_secret_value():
+        raise ConfigError(
+            "worker_token: must be set: a group's port is for the cluster's routers", field="worker_token"
+        )
+    return config.worker_token.get_secret_value()
+
+
+# -- loading: on a thread of its own, slow, and the only part that knows torch ---------------------------------------
+
+
+def _build(config: ClusterConfig) -> _Built:
+    from workers.engine import Engine, EngineSettings
+    from workers.group import LocalGroup
+    from workers.model import load as load_model
+    from workers.runner import Runner, bytes_per_block
+    from workers.sampler import Sampler
+
+    device, dtype = _device(config), _dtype(config)
+    threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // config.groups)
+    _use_threads(threads)
+    files = resolve(config.model, name=config.model_name)
+    model = load_model(files, dtype, device)
+    context = _context(config, model.config.max_context)
+    num_blocks = pool_blocks(
+        bytes_per_block=bytes_per_block(model.config, config.engine.block_tokens, dtype),
+        block_tokens=config.engine.block_tokens,
+        max_context_tokens=context,
+        max_running=config.engine.max_running,
+        free_bytes=_free_bytes(device),
+        wanted_bytes=config.engine.kv_memory_bytes,
+        groups_on_host=config.groups if device.type == "cpu" else 1,
+    )
+    settings = EngineSettings(
+        block_tokens=config.engine.block_tokens,
+        max_batch_tokens=config.engine.max_batch_tokens,
+        max_running=config.engine.max_running,
+        max_waiting=config.engine.max_waiting,
+        max_context_tokens=context,
+        prefix_cache=config.engine.prefix_cache,
+        eos_token_ids=frozenset(model.config.eos_token_ids),
+        vocab_size=model.config.vocab_size,
+    )
+    with _memory_errors_told(num_blocks):
+        runner = Runner(
+            model,
+            block_tokens=config.engine.block_tokens,
+            num_blocks=num_blocks,
+            attention=config.engine.attention,
+            sampler=Sampler(model.config.vocab_size, model.config.eos_token_ids),
+        )
+    group = LocalGroup(runner)
+    return _Built(
+        group=group,
+        engine=Engine(group, settings),
+        model=files.name,
+        namespace=_namespace(config, files, model.config, _dtype_name(dtype)),
+        device=str(device),
+        dtype=_dtype_name(dtype),
+        vocab_size=model.config.vocab_size,
+        threads=threads,
+    )
+
+
+def _device(config: ClusterConfig) -> torch.device:
+    import torch
+
+    wanted = config.engine.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device: cuda is asked for, and there is no CUDA device here", field="engine.device")
+    on_card = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", 0) if on_card else torch.device("cpu")
+
+
+def _dtype(config: ClusterConfig) -> torch.dtype:
+    import torch
+
+    by_name: dict[DType, torch.dtype] = {
+        "auto": torch.float32 if _device(config).type == "cpu" else torch.bfloat16,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+    return by_name[config.engine.dtype]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _context(config: ClusterConfig, trained: int) -> int:
+    wanted = config.engine.max_context_tokens
+    if wanted is not None and wanted > trained:
+        raise ConfigError(
+            f"engine.max_context_tokens: {wanted} is more than the {trained} that the model was trained for",
+            field="engine.max_context_tokens",
+            value=wanted,
+            limit=trained,
+        )
+    return wanted or trained
+
+
+def _namespace(config: ClusterConfig, files: ModelFiles, model: ModelConfig, dtype: str) -> str:
+    return Namespace(
+        model=files.name,
+        weights_digest=weights_digest(files),
+        quantization="none",  # quantized files are computed in the compute dtype
+        compute_dtype=dtype,
+        kv_dtype=dtype,
+        tokenizer_digest=tokenizer_digest(files),
+        layers=model.layers,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        rope=model.rope_text,
+        attention=model.attention_text,
+        block_tokens=config.engine.block_tokens,
+        chunk_tokens=CHUNK_TOKENS,
+    ).digest()
+
+
+def _use_threads(count: int) -> None:
+    # Per process in torch, per thread in numba: called both here, for loading, and on the engine's thread.
+    from workers.threads import set_threads
+
+    set_threads(count)
+
+
+def _free_bytes(device: torch.device) -> int:
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(psutil.virtual_memory().available, _cgroup_free_bytes())
+
+
+def _cgroup_free_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """What a container's limit leaves; beyond it the kernel kills us without a word. Without a limit: a huge number."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        return sys.maxsize if limit == "max" else max(0, int(limit) - used)
+    except (OSError, ValueError):
+        return sys.maxsize
+
+
+@contextlib.contextmanager
+def _memory_errors_told(num_blocks: int) -> Iterator[None]:
+    """An allocator's failure as OutOfMemory. On a CPU torch raises a bare RuntimeError for it."""
+    import torch
+
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise OutOfMemory(
+            f"engine.kv_memory_bytes: no memory for {num_blocks} KV pages", field="engine.kv_memory_bytes"
+        ) from error
+
+
+# -- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one group until SIGTERM or Ctrl-C; 1 when it cannot start or its engine breaks."""
+    parser = argparse.ArgumentParser(prog="workers.leader", description="Run one worker group, without Ray.")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file with a ClusterConfig")
+    parser.add_argument("--group-id", default="group-0", help="its name in the cluster")
+    chosen = parser.parse_args(arguments)
+    setup_logging(chosen.group_id)
+    try:
+        return asyncio.run(_run(load(chosen.config), chosen.group_id))
+    except QuireError as error:
+        sys.stderr.write(f"error: {error.message}\n")
+        return 1
+
+
+async def _run(config: ClusterConfig, group_id: str) -> int:
+    asked = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, asked.set)
+    leader = await start_leader(config, group_id)
+    try:
+        sys.stdout.write(f"{group_id} {leader.address}\n")
+        sys.stdout.flush()
+        ends = [asyncio.create_task(event.wait()) for event in (asked, leader.broken)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if asked.is_set():
+            await leader.drain(config.worker.drain_s)
+        return int(leader.broken.is_set())
+    finally:
+        await leader.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
