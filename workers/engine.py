@@ -1,0 +1,159 @@
+"""The engine: requests in, a step at a time, outputs out. Single-threaded, and without a clock: time is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.blocks import BlockHash
+from cluster.errors import InvalidRequest, Overloaded
+from workers.admission import EngineSettings, check_request
+from workers.block_pool import CacheEvents, InvariantViolation
+from workers.group import Group
+from workers.meter import Meter
+from workers.request import Output, Request, RequestKey
+from workers.scheduler import Scheduler
+
+__all__ = ["CacheEvents", "Engine", "EngineSettings", "InvariantViolation", "Load"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What the engine is doing; fields and units as in proto GroupLoad."""
+
+    waiting_requests: int
+    waiting_prefill_tokens: int
+    running_requests: int
+    free_blocks: int
+    cached_blocks: int
+    used_blocks: int
+    in_transfer_blocks: int
+    total_blocks: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    step_ms: float
+    steps: int
+    pool_consistent: bool
+    requests_finished: int
+    preemptions: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    output_tokens: int
+
+
+class Engine:
+    """Continuous batching over one group. Every accepted request ends in one Finished per sample, in one Failed, or
+    by ``cancel``; its pages are free from then on."""
+
+    def __init__(self, group: Group, settings: EngineSettings) -> None:
+        self.max_request_tokens = min(settings.max_context_tokens, group.num_blocks * settings.block_tokens)
+        self._group = group
+        self._settings = settings
+        self._scheduler = Scheduler(group.num_blocks, settings)
+        self._meter = Meter()
+        self._last_submit: dict[str, int] = {}
+        self._consistent = True
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Accept a request, or say at once why not.
+
+        Raises PromptEmpty, InvalidRequest, ContextExceeded, MaskEmpty, DeadlineExceeded, FieldNotSupported (all name
+        field, value and limit), or Overloaded with a retry hint.
+        """
+        owner = request.key.owner
+        # A refused one is taken in too: the router must stop counting it as under way.
+        self._last_submit[owner] = max(self._last_submit.get(owner, 0), request.submit_sequence)
+        if request.key in self._scheduler:
+            raise InvalidRequest.of("request_id", request.key.request_id, "is already running in this attempt")
+        check_request(request, self._settings, self._scheduler.pool.num_blocks * self._settings.block_tokens)
+        self._refuse_if_full()
+        self._scheduler.add(request)
+
+    def cancel(self, key: RequestKey) -> None:
+        """Forget a request: no output follows, its pages are free unless a step is writing them (then after it).
+
+        Idempotent; an unknown key, one that has not run yet, and one that has ended are all fine.
+        """
+        self._scheduler.cancel(key)
+
+    def cancel_owner(self, owner: str) -> None:
+        """Cancel everything that came over one router's stream, and forget the stream."""
+        for key in self._scheduler.keys_of(owner):
+            self._scheduler.cancel(key)
+        self._last_submit.pop(owner, None)
+
+    def step(self, now: float) -> list[Output]:
+        """Compute one step and return what it did; [] when nothing can run. ``now``: seconds, monotonic.
+
+        What the group raises comes through; the step then counts as not computed, and what it had to tell is told by
+        the next one.
+        """
+        self._scheduler.expire(now)
+        plan = self._scheduler.plan(now)
+        if plan is not None:
+            try:
+                result = self._group.execute(plan)
+            except BaseException:
+                self._scheduler.abandon(plan)
+                raise
+            self._scheduler.commit(plan, result)
+            self._meter.record(plan, result, self._scheduler.totals.requests_finished)
+        return self._scheduler.take_outputs()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has, or may come to have, something to do."""
+        return self._scheduler.has_work
+
+    def _refuse_if_full(self) -> None:
+        waiting = self._scheduler.num_waiting_requests
+        limit = self._settings.max_waiting
+        if waiting >= limit:
+            hint = self._meter.retry_after_ms(waiting)
+            message = f"{waiting} requests wait here already; try again in {hint} ms"
+            raise Overloaded(message, retry_after_ms=hint, field="max_waiting", value=waiting, limit=limit)
+
+    # -- looking in --------------------------------------------------------------------------------------------------
+
+    def last_submit_sequence(self, owner: str) -> int:
+        """The highest ``submit_sequence`` seen from a router's stream, refused ones too; 0 before the first."""
+        return self._last_submit.get(owner, 0)
+
+    def take_cache_events(self) -> CacheEvents:
+        """Blocks that became shareable, and that no longer are, since the last call."""
+        return self._scheduler.pool.take_events()
+
+    def cached_hashes(self) -> list[BlockHash]:
+        """Every block that a request could share now."""
+        return self._scheduler.pool.hashes()
+
+    def load(self) -> Load:
+        """A snapshot; O(live requests)."""
+        scheduler, pool, totals, meter = self._scheduler, self._scheduler.pool, self._scheduler.totals, self._meter
+        return Load(
+            waiting_requests=scheduler.num_waiting_requests,
+            waiting_prefill_tokens=scheduler.num_missing_tokens,
+            running_requests=scheduler.num_running_requests,
+            free_blocks=pool.free,
+            cached_blocks=pool.cached,
+            used_blocks=pool.used,
+            in_transfer_blocks=pool.in_transfer,
+            total_blocks=pool.num_blocks,
+            prefill_tokens_per_s=meter.prefill_tokens_per_s,
+            decode_tokens_per_s=meter.decode_tokens_per_s,
+            step_ms=meter.step_ms,
+            steps=meter.steps,
+            pool_consistent=self._consistent,
+            requests_finished=totals.requests_finished,
+            preemptions=totals.preemptions,
+            prompt_tokens=totals.prompt_tokens,
+            cached_prompt_tokens=totals.cached_prompt_tokens,
+            output_tokens=totals.output_tokens,
+        )
+
+    def check(self) -> None:
+        """Prove the invariants of pages, tables and queues; O(pages). Raises InvariantViolation, and Load says so."""
+        self._consistent = False
+        self._scheduler.check()
+        self._consistent = True

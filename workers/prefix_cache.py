@@ -1,0 +1,102 @@
+"""Equal prefixes share pages: finding, publishing, and waiting for blocks that somebody is computing.
+
+Blocks are named by the hash chain of cluster/blocks.py under the request's root, so requests of different cache
+domains, adapters or salts never meet.
+"""
+
+from __future__ import annotations
+
+from cluster.blocks import BlockHash, chain
+from workers.block_pool import BlockPool, InvariantViolation
+from workers.sequence import Sequence
+
+
+class PrefixCache:
+    """The hashes in a pool. When not ``enabled`` nothing is hashed, found or published."""
+
+    def __init__(self, pool: BlockPool, block_tokens: int, *, enabled: bool) -> None:
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._enabled = enabled
+        # Blocks that a running sequence will publish, since all their tokens are known and being computed. An entry
+        # lives exactly as long as its sequence runs and has not published it: whoever waits for one waits for
+        # something that happens, or sees the entry go.
+        self._promised: dict[BlockHash, Sequence] = {}
+
+    def match(self, sequence: Sequence) -> list[int]:
+        """Pages of the longest published prefix that leaves at least one token to compute.
+
+        The last known token is always computed, for its logits are needed.
+        """
+        found: list[int] = []
+        for block_hash in self._usable_hashes(sequence):
+            block = self._pool.lookup(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def awaited(self, sequence: Sequence, num_matched: int) -> BlockHash | None:
+        """The first block that ``sequence`` lacks, when another running sequence is about to publish it."""
+        usable = self._usable_hashes(sequence)
+        if num_matched < len(usable) and usable[num_matched] in self._promised:
+            return usable[num_matched]
+        return None
+
+    def is_promised(self, block_hash: BlockHash | None) -> bool:
+        """Whether a running sequence is still about to publish this block."""
+        return block_hash is not None and block_hash in self._promised
+
+    def promise(self, sequence: Sequence) -> None:
+        """A sequence begins to run: its full blocks that nobody has will come."""
+        for block_hash in sequence.hashes[sequence.num_published :]:
+            self._promised.setdefault(block_hash, sequence)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """A sequence stops running: what it has not published will not come from it."""
+        for block_hash in sequence.hashes[sequence.num_published :]:
+            if self._promised.get(block_hash) is sequence:
+                del self._promised[block_hash]
+
+    def publish(self, sequence: Sequence) -> None:
+        """Publish the blocks of a sequence that are full and computed by now (a step was committed)."""
+        if not self._enabled:
+            return
+        full = sequence.num_computed // self._block_tokens
+        if full > len(sequence.hashes):
+            self._extend_hashes(sequence, full)
+        for index in range(sequence.num_published, full):
+            self._publish_one(sequence, index)
+
+    def check(self, running: list[Sequence]) -> None:
+        """Every published block of a table is the pool's own, and only running sequences promise."""
+        for sequence in running:
+            table = sequence.table.view(0, sequence.num_published).tolist()
+            if any(self._pool.hash_of(block) != sequence.hashes[i] for i, block in enumerate(table)):
+                raise InvariantViolation(f"a table names a page that does not hold its block: {table}")
+        if not all(sequence in running for sequence in self._promised.values()):
+            raise InvariantViolation("a sequence that does not run promises blocks")
+
+    def _publish_one(self, sequence: Sequence, index: int) -> None:
+        block_hash = sequence.hashes[index]
+        own = int(sequence.table.view()[index])
+        shared = self._pool.publish(own, block_hash)
+        if shared != own:
+            sequence.table.replace(index, shared)
+        if self._promised.get(block_hash) is sequence:
+            del self._promised[block_hash]
+        sequence.num_published = index + 1
+
+    def _usable_hashes(self, sequence: Sequence) -> list[BlockHash]:
+        if not self._enabled:
+            return []
+        self._extend_hashes(sequence, sequence.num_known // self._block_tokens)
+        return sequence.hashes[: (sequence.num_known - 1) // self._block_tokens]
+
+    def _extend_hashes(self, sequence: Sequence, full: int) -> None:
+        """Hash what became full since the last call; nothing is hashed twice."""
+        done = len(sequence.hashes)
+        if full > done:
+            start = sequence.hashes[-1] if done else sequence.state.request.root
+            tokens = sequence.tokens(done * self._block_tokens, full * self._block_tokens)
+            sequence.hashes.extend(chain(start, tokens.tolist(), self._block_tokens))

@@ -1,0 +1,379 @@
+"""Which tokens the next step computes, for whom, and what the answer means. No torch, no clock, no I/O.
+
+``plan`` gives running sequences their share of the token budget first, then lets waiting ones in. ``commit`` takes the
+step's answer. Between the two the step is *in flight*: its sequences' pages are being written, so whatever ends then
+gives its pages back in ``commit``, not before.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from cluster.errors import DeadlineExceeded, MaskEmpty, QuireError
+from workers.admission import EngineSettings
+from workers.block_pool import BlockPool, InvariantViolation
+from workers.fair_queue import Fairness, FairQueue
+from workers.plan import MASK_EMPTY, Int32, StepPlan, StepResult
+from workers.prefix_cache import PrefixCache
+from workers.request import Failed, Output, PositionLogprobs, Request, RequestKey
+from workers.sequence import RequestState, Sequence
+
+
+class Row(NamedTuple):
+    """``count`` tokens of a sequence, computed in one step."""
+
+    sequence: Sequence
+    count: int
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums since the scheduler began."""
+
+    requests_finished: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What is left of a step while it is planned."""
+
+    tokens: int
+    rows: list[Row] = field(default_factory=list)
+
+    def give(self, sequence: Sequence) -> None:
+        count = min(sequence.num_missing, self.tokens)
+        if count:
+            self.tokens -= count
+            self.rows.append(Row(sequence, count))
+
+
+class Scheduler:
+    """Owner of the pages, of the running and of the waiting sequences."""
+
+    def __init__(self, num_blocks: int, settings: EngineSettings) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.totals = Totals()
+        self._settings = settings
+        # More rows than tokens could not all progress in a step.
+        self._max_running = min(settings.max_running, settings.max_batch_tokens)
+        self._cache = PrefixCache(self.pool, settings.block_tokens, enabled=settings.prefix_cache)
+        self._fairness = Fairness()
+        self._waiting = FairQueue(self._fairness)
+        self._running: list[Sequence] = []  # by rank: the first is served first and preempted last
+        self._live: dict[RequestKey, RequestState] = {}
+        self._deadlines: list[tuple[float, int, RequestState]] = []
+        self._in_flight: tuple[int, list[Row]] | None = None
+        self._outputs: list[Output] = []
+        self._serial = 0
+        self._step = 0
+
+    # -- coming and going ------------------------------------------------------------------------------------------
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._live
+
+    def add(self, request: Request) -> None:
+        """Take in a valid request whose key is new."""
+        self._serial += 1
+        state = RequestState(request, self._serial)
+        self._live[request.key] = state
+        self._fairness.join(request.tenant)
+        self._watch_deadline(state)
+        self.totals.prompt_tokens += len(state.prompt)
+        for sequence in state.samples:
+            self._waiting.push(sequence)
+        for sequence in state.samples:
+            self._end_if_due(sequence, (), ())  # a moved sample may have come to its end already
+
+    def cancel(self, key: RequestKey) -> None:
+        """Forget a request, without an output. Unknown keys are ignored."""
+        state = self._live.get(key)
+        if state is not None:
+            self._close(state)
+
+    def expire(self, now: float) -> None:
+        """Fail every request whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, state = heapq.heappop(self._deadlines)
+            waited = now - state.request.arrival
+            self._fail(state, DeadlineExceeded(f"the deadline passed after {waited:.3f} s in the group"))
+
+    def _watch_deadline(self, state: RequestState) -> None:
+        if state.request.deadline is None:
+            return
+        if len(self._deadlines) > 2 * len(self._live) + 64:  # far deadlines must not keep ended requests in memory
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].ended]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (state.request.deadline, self._serial, state))
+
+    def take_outputs(self) -> list[Output]:
+        """What there is to tell since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # -- planning --------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when nothing can run. Raises RuntimeError while a step is in flight."""
+        if self._in_flight is not None:
+            raise RuntimeError("a step is in flight; commit or abandon it first")
+        budget = _Budget(self._settings.max_batch_tokens)
+        pages_lacked = self._make_room()
+        self._share(budget)
+        if not pages_lacked:
+            self._admit(budget, now)
+        if not budget.rows:
+            return None
+        self._step += 1
+        self._in_flight = (self._step, budget.rows)
+        return _build(self._step, budget.rows, self._settings.block_tokens)
+
+    def _share(self, budget: _Budget) -> None:
+        """Running sequences: those that miss one token before those that miss many, so that no long prompt starves
+        a decode; in each, the oldest first."""
+        for sequence in self._running:
+            if sequence.num_missing == 1:
+                budget.give(sequence)
+        for sequence in self._running:
+            if sequence.num_missing > 1:
+                budget.give(sequence)
+
+    def _make_room(self) -> bool:
+        """Give every running sequence pages for all that it knows, oldest first; True when that preempted somebody.
+
+        Pages come from the youngest. The oldest can take them from all others, and admission proved that it fits
+        alone: it always progresses, so preemption cannot go round in circles.
+        """
+        before = self.totals.preemptions
+        for sequence in list(self._running):
+            while sequence in self._running and self._lacks(sequence) > self.pool.available:
+                self._preempt(self._running[-1])
+            if sequence in self._running:
+                sequence.table.extend(self.pool.allocate(self._lacks(sequence)))
+        return self.totals.preemptions > before
+
+    def _lacks(self, sequence: Sequence) -> int:
+        return -(-sequence.num_known // self._settings.block_tokens) - len(sequence.table)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop_running(sequence)
+        self._give_back_pages(sequence)
+        self._waiting.push_preempted(sequence)
+        self.totals.preemptions += 1
+        sequence.state.preemptions += 1
+
+    def _admit(self, budget: _Budget, now: float) -> None:
+        """Let waiting sequences in while tokens, slots and pages last.
+
+        One that awaits another's blocks is passed by; one that lacks pages holds up those behind it, or small
+        requests would starve it.
+        """
+        if not len(self._waiting):
+            return
+        for sequence in self._waiting:
+            if not budget.tokens or len(self._running) >= self._max_running:
+                return
+            if self._cache.is_promised(sequence.held_on):
+                continue
+            matched = self._cache.match(sequence)
+            sequence.held_on = self._cache.awaited(sequence, len(matched))
+            if sequence.held_on is not None:
+                continue
+            if not self._start(sequence, matched, now):
+                return
+            budget.give(sequence)
+
+    def _start(self, sequence: Sequence, matched: list[int], now: float) -> bool:
+        """Give a waiting sequence its pages; False when they lack now."""
+        needed = -(-sequence.num_known // self._settings.block_tokens) - len(matched)
+        self.pool.acquire(matched)
+        # One page to spare for each that runs: what is let in should not be preempted in the very next steps.
+        if needed + len(self._running) > self.pool.available:
+            self.pool.release(matched)
+            return False
+        self._waiting.remove(sequence)
+        sequence.table.extend([*matched, *self.pool.allocate(needed)])
+        sequence.num_published = len(matched)
+        sequence.num_computed = len(matched) * self._settings.block_tokens
+        self._cache.promise(sequence)
+        insort(self._running, sequence, key=_by_rank)
+        self._account(sequence, now)
+        return True
+
+    def _account(self, sequence: Sequence, now: float) -> None:
+        """Charge the tenant, once per request, and count cached tokens."""
+        state = sequence.state
+        if not state.admit(sequence.num_computed, now):
+            return
+        self.totals.cached_prompt_tokens += state.cached_tokens
+        self._fairness.charge(state.request.tenant, len(state.prompt) - state.cached_tokens, state.cached_tokens)
+
+    # -- taking the answer -------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        """The step is done: publish what is full, append what was drawn, end what has ended."""
+        rows = self._land(plan.step)
+        if result.step != plan.step or len(result.tokens) != len(plan.draws):
+            raise InvariantViolation(f"step {plan.step} with {len(plan.draws)} draws was answered by {result}")
+        for sequence, count in rows:
+            if not sequence.finished:
+                sequence.num_computed += count
+                self._cache.publish(sequence)
+        for draw, token, logprobs in zip(plan.draws, result.tokens, result.logprobs, strict=True):
+            self._append(rows[draw.row].sequence, token, logprobs)
+
+    def abandon(self, plan: StepPlan) -> None:
+        """The step failed: nothing of it counts as computed, so it can be planned again."""
+        self._land(plan.step)
+
+    def _land(self, step: int) -> list[Row]:
+        """End the flight of a step; returns its rows. Pages of what ended meanwhile become free now."""
+        if self._in_flight is None or self._in_flight[0] != step:
+            raise InvariantViolation(f"step {step} is not in flight")
+        rows = self._in_flight[1]
+        self._in_flight = None
+        for sequence, _ in rows:
+            if sequence.finished:
+                self._give_back_pages(sequence)
+        return rows
+
+    def _append(self, sequence: Sequence, token: int, logprobs: PositionLogprobs | None) -> None:
+        if sequence.finished:
+            return
+        if token == MASK_EMPTY:
+            message = f"sample {sequence.index}: no token is left to draw at output {len(sequence.outputs)}"
+            self._fail(sequence.state, MaskEmpty(message, field="sampling", sample=sequence.index))
+            return
+        sequence.outputs.extend((token,))
+        self.totals.output_tokens += 1
+        self._fairness.charge(sequence.state.request.tenant, 1)
+        told = () if logprobs is None else (logprobs,)
+        if not self._end_if_due(sequence, (token,), told):
+            state = sequence.state
+            self._outputs.append(Output(state.request.key, sequence.index, (token,), told, state.announce()))
+
+    def _end_if_due(self, sequence: Sequence, tokens: tuple[int, ...], told: tuple[PositionLogprobs, ...]) -> bool:
+        end = sequence.end(self._settings.eos_token_ids)
+        if end is None:
+            return False
+        state = sequence.state
+        self._outputs.append(Output(state.request.key, sequence.index, tokens, told, state.announce(), end))
+        self._finish(sequence)
+        state.unfinished -= 1
+        if not state.unfinished:
+            self._close(state)
+        return True
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def _fail(self, state: RequestState, error: QuireError) -> None:
+        if not state.ended:
+            self._outputs.append(Output(state.request.key, end=Failed(error)))
+            self._close(state)
+
+    def _close(self, state: RequestState) -> None:
+        """The one exit of a request: nothing of it waits, runs, or keeps a page that no step is writing."""
+        state.ended = True
+        del self._live[state.request.key]
+        self._fairness.leave(state.request.tenant)
+        self.totals.requests_finished += 1
+        for sequence in state.samples:
+            self._finish(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        if sequence.finished:
+            return
+        sequence.finished = True
+        if sequence not in self._running:
+            self._waiting.remove(sequence)
+            return
+        self._stop_running(sequence)
+        if not self._is_in_flight(sequence):
+            self._give_back_pages(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._cache.withdraw(sequence)
+
+    def _give_back_pages(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.forget_pages())
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        return self._in_flight is not None and any(row.sequence is sequence for row in self._in_flight[1])
+
+    # -- looking in --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request lives or an output waits to be taken."""
+        return bool(self._live or self._outputs)
+
+    def keys_of(self, owner: str) -> list[RequestKey]:
+        """Live requests that came over one router's stream."""
+        return [key for key in self._live if key.owner == owner]
+
+    @property
+    def num_waiting_requests(self) -> int:
+        """Requests accepted of which no sample has run yet."""
+        return sum(state.admitted_at is None for state in self._live.values())
+
+    @property
+    def num_running_requests(self) -> int:
+        """Requests that hold pages now."""
+        return len({sequence.state.request.key for sequence in self._running})
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Known tokens not yet computed, of all that lives; what only waits for its next decode is not counted."""
+        missing = sum(sequence.num_missing for sequence in self._waiting)
+        return missing + sum(max(0, sequence.num_missing - 1) for sequence in self._running)
+
+    def check(self) -> None:
+        """Prove what must hold between steps. Raises InvariantViolation."""
+        in_flight = [row.sequence for row in self._in_flight[1]] if self._in_flight else []
+        ending = [sequence for sequence in in_flight if sequence.finished]
+        self.pool.check([sequence.table.view().tolist() for sequence in [*self._running, *ending]])
+        self._cache.check(self._running)
+        alive = [s for state in self._live.values() for s in state.samples if not s.finished]
+        placed = [*self._running, *self._waiting]
+        if sorted(map(_by_rank, alive)) != sorted(map(_by_rank, placed)):
+            raise InvariantViolation(f"{len(alive)} sequences live, {len(placed)} run or wait")
+        if any(len(s.table) or s.num_computed for s in self._waiting):
+            raise InvariantViolation("a waiting sequence holds pages")
+
+
+_by_rank = attrgetter("rank")
+
+
+def _build(step: int, rows: list[Row], block_tokens: int) -> StepPlan:
+    """Arrays of a step; O(rows) Python, the tokens and pages are copied by numpy."""
+    stops = [sequence.num_computed + count for sequence, count in rows]
+    tokens = [row.sequence.tokens(row.sequence.num_computed, stop) for row, stop in zip(rows, stops, strict=True)]
+    tables = [row.sequence.table.view(0, -(-stop // block_tokens)) for row, stop in zip(rows, stops, strict=True)]
+    draws = [row.sequence.draw(index) for index, row in enumerate(rows) if row.count == row.sequence.num_missing]
+    return StepPlan(
+        step=step,
+        token_ids=np.concatenate(tokens),
+        row_starts=_starts(tokens),
+        num_computed=np.array([row.sequence.num_computed for row in rows], dtype=np.int32),
+        carried_from=np.full(len(rows), -1, dtype=np.int32),
+        block_starts=_starts(tables),
+        blocks=np.concatenate(tables),
+        draws=tuple(draws),
+        copies=np.empty((0, 2), dtype=np.int32),
+    )
+
+
+def _starts(parts: list[Int32]) -> Int32:
+    return np.array([0, *accumulate(map(len, parts))], dtype=np.int32)
