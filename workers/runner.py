@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,12 +12,14 @@ import torch
 
 from cluster.config import AttentionName
 from cluster.errors import ProtocolError
-from workers.attention.interface import Int64, KVPages, spell_out
+from workers.attention.interface import Batch, Int64, KVPages, spell_out
 from workers.model import backend
 from workers.model.config import ModelConfig
 from workers.model.llama import Model
 from workers.plan import MASK_EMPTY, Draw, StepPlan, StepResult
 from workers.request import PositionLogprobs
+
+log = logging.getLogger(__name__)
 
 NOT_CARRIED = -1
 
@@ -53,6 +56,7 @@ class Runner:
         self._sampler = sampler
         self._drawn: dict[int, int] = {}  # row of the last step → its token
         self._last_step = -1
+        self._warm_up()
 
     @property
     def num_blocks(self) -> int:
@@ -63,8 +67,7 @@ class Runner:
         """Run one step. Raises ProtocolError if the plan contradicts itself or the step before it."""
         start = time.perf_counter()
         self.pages.copy(plan.copies)
-        batch = spell_out(plan, self._resolved(plan), self.pages.block_tokens, self.model.device)
-        logits = self.model.forward(batch, self.pages, self._backend)
+        logits = self.model.forward(self._batch(plan), self.pages, self._backend)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         forwarded = time.perf_counter()
@@ -78,6 +81,29 @@ class Runner:
             forward_s=forwarded - start,
             sample_s=time.perf_counter() - forwarded,
         )
+
+    def _warm_up(self) -> None:
+        """Compile and load every kernel now, so that no request waits for it, and a failure is one of the start."""
+        start = time.perf_counter()
+        log.info("kernels: loading (the first start on a machine compiles them, which takes some seconds)")
+        plan = StepPlan(
+            step=-1,
+            token_ids=np.zeros(3, np.int32),
+            row_starts=np.array([0, 1, 3], np.int32),  # a decode and a chunk, in one page that nobody reads
+            num_computed=np.zeros(2, np.int32),
+            carried_from=np.full(2, NOT_CARRIED, np.int32),
+            block_starts=np.arange(3, dtype=np.int32),
+            blocks=np.zeros(2, np.int32),
+            draws=(),
+            copies=np.zeros((0, 2), np.int32),
+        )
+        self.model.forward(self._batch(plan), self.pages, self._backend)
+        for pages in (*self.pages.keys, *self.pages.values):
+            pages[0].zero_()
+        log.info("kernels: ready after %.1f s", time.perf_counter() - start)
+
+    def _batch(self, plan: StepPlan) -> Batch:
+        return spell_out(plan, self._resolved(plan), self.pages.block_tokens, self.model.device)
 
     def _resolved(self, plan: StepPlan) -> Int64:
         """The plan's token ids, with those that the last step drew in their places."""

@@ -87,7 +87,12 @@ def _decode(
                 middle = before + length // 2
                 if first <= middle < last:
                     _attend_one(
-                        q[row_starts[r]], keys, values, blocks[block_starts[r] : block_starts[r + 1]], length, kv_head,
+                        q[row_starts[r]],
+                        keys,
+                        values,
+                        blocks[block_starts[r] : block_starts[r + 1]],
+                        length,
+                        kv_head,
                         out[row_starts[r]],
                     )
                 before += length

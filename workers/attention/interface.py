@@ -66,9 +66,7 @@ class KVPages:
     Head-major inside a page, so that one head's slots are one run of memory, for a kernel as for a rank's share.
     """
 
-    def __init__(
-        self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         """Raises OutOfMemory. Pages start as zeros: a slot that was never written must not hold a NaN."""
         try:
             self.keys = [_zeros(shape, dtype, device) for _ in range(layers)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +11,6 @@ from cluster.errors import ConfigError
 from workers.attention.interface import Attention
 from workers.attention.reference import ReferenceAttention
 from workers.model.ops import Ops, TorchOps
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +34,8 @@ def choose(name: AttentionName, device: torch.device, dtype: torch.dtype) -> Bac
         )
     if name == "reference" or not fused:
         return Backend(TorchOps(), ReferenceAttention())
-    start = time.perf_counter()
-    log.info("CPU kernels: loading (the first start on a machine compiles them, which takes some seconds)")
     # numba is imported only where its kernels run.
     from workers.attention.cpu import CpuAttention
     from workers.model.ops_cpu import CpuOps
 
-    backend = Backend(CpuOps(), CpuAttention())
-    log.info("CPU kernels: ready after %.1f s", time.perf_counter() - start)
-    return backend
+    return Backend(CpuOps(), CpuAttention())

@@ -180,15 +180,18 @@ def _refuse_window(raw: Mapping[str, Any], family: Family, max_context: int) -> 
 
 
 def _rope(raw: Mapping[str, Any], max_context: int) -> RopeConfig:
-    # transformers 5 writes one rope_parameters; before it were rope_theta and rope_scaling, with "type" for "rope_type".
+    # transformers 5 writes one rope_parameters; before it, rope_theta and rope_scaling, with "type" for "rope_type".
     found = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = found.pop("rope_theta", None) or raw.get("rope_theta") or DEFAULT_ROPE_THETA
     legacy = found.pop("type", None)
     kind = found.pop("rope_type", None) or legacy or "default"
     if kind not in _ROPE_FIELDS:
         raise _refusal("rope_type", kind, f"one of {', '.join(_ROPE_FIELDS)}")
-    if found.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise _refusal("partial_rotary_factor", raw, "1.0")
+    partial = found.pop("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise _refusal("partial_rotary_factor", partial, "1.0")
+    if not _is_number(theta) or theta <= 1:
+        raise _refusal("rope_theta", theta, "a number above 1")
     required, optional = _ROPE_FIELDS[kind]
     missing = [name for name in required if found.get(name) is None]
     if missing:
@@ -196,7 +199,11 @@ def _rope(raw: Mapping[str, Any], max_context: int) -> RopeConfig:
     unknown = [name for name in found if name not in (*required, *optional) and found[name] is not None]
     if unknown and kind != "default":
         raise _refusal(f"rope {unknown[0]}", found[unknown[0]], f"{', '.join((*required, *optional))} for {kind!r}")
-    known = {_ROPE_NAMES.get(name, name): found[name] for name in (*required, *optional) if found.get(name) is not None}
+    known = {name: found[name] for name in (*required, *optional) if found.get(name) is not None}
+    for name, value in known.items():
+        if not _is_number(value) and not (name == "truncate" and isinstance(value, bool)):
+            raise _refusal(f"rope {name}", value, "a number")
+    known = {_ROPE_NAMES.get(name, name): value for name, value in known.items()}
     if kind in ("llama3", "yarn"):
         known.setdefault("original_max_context", max_context)
     return RopeConfig(kind=cast(RopeKind, kind), theta=float(theta), **known)
@@ -223,14 +230,18 @@ def _positive(raw: Mapping[str, Any], field: str, *, default: int | None = None)
 def _number(raw: Mapping[str, Any], field: str, default: float) -> float:
     value = raw.get(field)
     value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+    if not _is_number(value) or not 0 <= value < 1:
         raise _refusal(field, value, "a number from 0 to 1")
     return float(value)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _flag(raw: Mapping[str, Any], field: str) -> bool:
     value = raw.get(field)
-    if value not in (None, True, False):
+    if not isinstance(value, bool | None):
         raise _refusal(field, value, "true or false")
     return bool(value)
 
@@ -239,6 +250,6 @@ def _token_ids(raw: Mapping[str, Any], field: str, vocab_size: int) -> tuple[int
     value = raw.get(field)
     ids = () if value is None else value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     for token in ids:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise _refusal(field, token, f"a token id below vocab_size ({vocab_size})")
     return tuple(ids)

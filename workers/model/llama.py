@@ -62,6 +62,8 @@ class Model:
             x = layer.down(ops.silu_mul(layer.gate_up(x)))
             if i + 1 < config.layers:
                 x = ops.add_rms_norm(residual, x, self._layers[i + 1].attention_norm, config.rms_norm_eps)
+        if not len(batch.last_tokens):  # every row is in the middle of its prompt
+            return residual.new_empty(0, config.vocab_size, dtype=torch.float32)
         last = (residual + x)[batch.last_tokens]
         return self._head(ops.rms_norm(last, self._norm, config.rms_norm_eps)).float()
 

@@ -39,11 +39,11 @@ def _add_rms_norm(residual: Any, x: Any, weight: Any, eps: Any, out: Any) -> Non
 
 @inline
 def exp32(x: Any) -> Any:
-    """e**x in fp32 for x <= 88, to 2 units in the last place, without a call: a loop over it becomes vectors.
+    """e**x in fp32 to 2 units in the last place, x held between -87 and 88; no call, so that a loop becomes vectors.
 
     Cody-Waite reduction by ln 2 in two parts and a polynomial of degree 6 (Cephes' coefficients).
     """
-    x = max(x, np.float32(-87.0))
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     r = x - n * np.float32(0.693359375)
     r = r - n * np.float32(-2.12194440e-4)

@@ -109,7 +109,7 @@ class SafetensorsSource:
         if not file.is_file():
             raise ModelLoadError(f"{file}: no such file; weights are read from safetensors", path=file)
         try:
-            handle = safe_open(file, framework="pt")
+            handle: Any = safe_open(file, framework="pt")
             self._handles[file] = handle
             for name in handle.keys():  # noqa: SIM118 -- not a dict: iterating it fails
                 self._files[name] = handle

@@ -1,0 +1,160 @@
+"""The fused kernels equal the oracle on any layout of pages, rows and positions."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.errors import ConfigError, OutOfMemory, ProtocolError
+from workers.attention.cpu import CpuAttention
+from workers.attention.interface import Batch, KVPages, spell_out
+from workers.attention.reference import ReferenceAttention
+from workers.model import backend
+from workers.model.config import RopeConfig
+from workers.model.ops import TorchOps
+from workers.model.ops_cpu import CpuOps
+from workers.model.rope import RotaryTable
+from workers.plan import StepPlan
+
+CPU = torch.device("cpu")
+
+
+def plan_of(rows: list[tuple[int, int]], block_tokens: int, num_blocks: int, seed: int = 0) -> StepPlan:
+    """Rows of (computed, new tokens), their pages drawn at random without repetition."""
+    rng = np.random.default_rng(seed)
+    needed = [-(-(computed + new) // block_tokens) for computed, new in rows]
+    return StepPlan(
+        step=0,
+        token_ids=np.zeros(sum(new for _, new in rows), np.int32),
+        row_starts=np.array(list(accumulate((new for _, new in rows), initial=0)), np.int32),
+        num_computed=np.array([computed for computed, _ in rows], np.int32),
+        carried_from=np.full(len(rows), -1, np.int32),
+        block_starts=np.array(list(accumulate(needed, initial=0)), np.int32),
+        blocks=rng.permutation(num_blocks)[: sum(needed)].astype(np.int32),
+        draws=(),
+        copies=np.zeros((0, 2), np.int32),
+    )
+
+
+def batch_of(plan: StepPlan, block_tokens: int) -> Batch:
+    return spell_out(plan, plan.token_ids.astype(np.int64), block_tokens, CPU)
+
+
+ROW = st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(1, 40)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(ROW, min_size=1, max_size=6),
+    block_tokens=st.sampled_from([8, 16, 32]),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    head_dim=st.sampled_from([8, 24, 64, 128]),
+    seed=st.integers(0, 2**20),
+)
+def test_cpu_attention_equals_the_reference(
+    rows: list[tuple[int, int]], block_tokens: int, kv_heads: int, group: int, head_dim: int, seed: int
+) -> None:
+    plan = plan_of(rows, block_tokens, num_blocks=100, seed=seed)
+    batch = batch_of(plan, block_tokens)
+    generator = torch.Generator().manual_seed(seed)
+    # Every slot holds something large: one that is read beyond a row's length shows.
+    keys, values = (torch.randn(100, kv_heads, block_tokens, head_dim, generator=generator) * 3 for _ in range(2))
+    q = torch.randn(plan.num_tokens, kv_heads * group, head_dim, generator=generator)
+    found = CpuAttention().attend(q, keys, values, batch)
+    want = ReferenceAttention().attend(q, keys, values, batch)
+    assert found.shape == (plan.num_tokens, kv_heads * group * head_dim)
+    torch.testing.assert_close(found, want, atol=3e-5, rtol=3e-5)
+
+
+def test_extreme_scores_do_not_overflow() -> None:
+    batch = batch_of(plan_of([(20, 1), (30, 3)], 8, 10), 8)
+    keys, values = torch.randn(10, 1, 8, 16) * 1e4, torch.randn(10, 1, 8, 16)
+    q = torch.randn(4, 2, 16) * 1e2
+    found = CpuAttention().attend(q, keys, values, batch)
+    torch.testing.assert_close(found, ReferenceAttention().attend(q, keys, values, batch), atol=1e-3, rtol=1e-3)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.lists(ROW, min_size=1, max_size=4),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 3), (5, 1)]),
+    head_dim=st.sampled_from([2, 8, 64]),
+    seed=st.integers(0, 2**20),
+)
+def test_fused_rope_and_store_equals_the_plain_one(
+    rows: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, seed: int
+) -> None:
+    heads_q, kv_heads = heads
+    batch = batch_of(plan_of(rows, 8, num_blocks=80, seed=seed), 8)
+    table = RotaryTable(RopeConfig(kind="default", theta=100.0), head_dim, 128, CPU)
+    table.cover(batch.max_position + 1)
+    qkv = torch.randn(len(batch.positions), (heads_q + 2 * kv_heads) * head_dim)
+    before = torch.randn(2, 80, kv_heads, 8, head_dim)
+    results = []
+    for ops in (TorchOps(), CpuOps()):
+        keys, values = before.clone()
+        results.append((ops.rope_and_store(qkv, table, batch, keys, values), keys, values))
+    for plain, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, atol=1e-6, rtol=1e-5)
+    written = (results[0][2] != before[1]).flatten(2).any(-1).any(-1).sum()
+    assert written <= len(set(batch.pages.tolist()))
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (7, 576), (300, 33)])
+def test_fused_norms_and_gate_equal_the_plain_ones(shape: tuple[int, int]) -> None:
+    x, residual, weight = torch.randn(shape) * 4, torch.randn(shape), torch.randn(shape[1])
+    plain, fused = TorchOps(), CpuOps()
+    torch.testing.assert_close(fused.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
+    ours, theirs = residual.clone(), residual.clone()
+    torch.testing.assert_close(fused.add_rms_norm(ours, x, weight, 1e-5), plain.add_rms_norm(theirs, x, weight, 1e-5))
+    torch.testing.assert_close(ours, theirs)
+    gate_up = torch.cat((x * 10, residual), dim=1)
+    torch.testing.assert_close(fused.silu_mul(gate_up), plain.silu_mul(gate_up), atol=1e-6, rtol=1e-5)
+
+
+def test_gate_at_the_ends_of_fp32() -> None:
+    gates = torch.tensor([[-1e30, -200.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 200.0, 1e30]])
+    gate_up = torch.cat((gates, torch.ones_like(gates)), dim=1)
+    torch.testing.assert_close(CpuOps().silu_mul(gate_up), TorchOps().silu_mul(gate_up), atol=1e-8, rtol=1e-5)
+
+
+def test_a_row_with_too_few_pages_is_refused() -> None:
+    """Otherwise it would write into the next row's first page."""
+    plan = plan_of([(7, 1), (3, 2)], 8, 10)
+    short = StepPlan(
+        step=plan.step, token_ids=plan.token_ids, row_starts=plan.row_starts,
+        num_computed=np.array([8, 3], np.int32), carried_from=plan.carried_from,
+        block_starts=plan.block_starts, blocks=plan.blocks, draws=(), copies=plan.copies,
+    )  # fmt: skip
+    with pytest.raises(ProtocolError, match="row 0"):
+        batch_of(short, 8)
+
+
+def test_pages_are_copied_as_if_all_were_read_first() -> None:
+    pages = KVPages(2, (4, 1, 8, 2), torch.float32, CPU)
+    for layer in range(2):
+        for page in range(4):
+            pages.keys[layer][page] = 10 * layer + page
+            pages.values[layer][page] = 100 + 10 * layer + page
+    pages.copy(np.array([[0, 1], [1, 2]], np.int32))
+    assert [int(page[0, 0, 0]) for page in pages.keys[1]] == [10, 10, 11, 13]
+    assert [int(page[0, 0, 0]) for page in pages.values[0]] == [100, 100, 101, 103]
+
+
+def test_a_pool_beyond_the_memory_names_its_bytes_and_the_way_out() -> None:
+    with pytest.raises(OutOfMemory, match=r"9,007,199,254,740,992 bytes.*kv_memory_bytes"):
+        KVPages(1, (2**40, 8, 16, 8), torch.float32, CPU)
+
+
+def test_cpu_kernels_are_refused_where_they_cannot_run() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.attention.*bfloat16"):
+        backend.choose("cpu", CPU, torch.bfloat16)
+    assert backend.choose("auto", CPU, torch.bfloat16).attention.name == "reference"
+    assert backend.choose("auto", CPU, torch.float32).attention.name == "cpu"
+    assert backend.choose("reference", CPU, torch.float32).attention.name == "reference"
