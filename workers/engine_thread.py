@@ -4,8 +4,9 @@
     submit, cancel, snapshot ──▶ queue ──▶ taken in between two steps ─▶ engine.step() ─┐
     on_report(StepReport) ◀── call_soon_threadsafe, once per step ◀───────────────────┘
 
-The event loop never waits for a step, and a step never waits for the loop. An exception inside a step leaves the pool
-in a state that nobody knows: the engine is broken for good, every open request ends, the owner of the process is told.
+The event loop never waits for a step; a step waits for the loop only where that is many reports behind. An exception
+inside a step leaves the pool in a state that nobody knows: the engine is broken for good, every open request ends, and
+the owner of the process is told.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ _log = get_logger("engine")
 
 _IDLE_WAKE_S = 1.0
 """An idle thread looks up this often, so that no lost wake-up can put it to sleep for good."""
+
+_MAX_REPORTS = 16
+"""Reports that the event loop may be behind. Then steps wait for it: tokens that nobody sends would only pile up."""
 
 _QUEUE_SLACK = 64
 """Submits that may queue for the next step beyond what the engine accepts as waiting; more are refused at once."""
@@ -104,6 +108,7 @@ class EngineThread:
         self._busy = False
         self._last_progress = clock()
         self._failure: BaseException | None = None
+        self._report_slots = threading.Semaphore(_MAX_REPORTS)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # -- from any thread ---------------------------------------------------------------------------------------------
@@ -285,7 +290,15 @@ class EngineThread:
             snapshots=snapshots,
             pool_consistent=self._pool_consistent,
         )
-        self._tell(lambda: self._listener.on_report(report))
+        while not self._report_slots.acquire(timeout=_IDLE_WAKE_S):
+            if self._loop.is_closed():
+                return
+        self._tell(lambda: self._deliver(report))
+
+    def _deliver(self, report: StepReport) -> None:
+        # On the event loop.
+        self._report_slots.release()
+        self._listener.on_report(report)
 
     def _break(self, error: BaseException) -> None:
         """The end. The engine's state is unknown: nothing of it is asked any more but what this thread knows itself."""

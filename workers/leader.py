@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ from cluster.models import ModelFiles, resolve, tokenizer_digest, weights_digest
 
 from cluster.blocks import Namespace
 from cluster.config import ClusterConfig, DType, load
-from cluster.errors import ConfigError, OutOfMemory, QuireError
+from cluster.errors import ConfigError, QuireError
 from cluster.membership import GroupRecord, Registry
 from cluster.pb import worker_pb2
 from cluster.rpc import WORKER_PROTOCOL_VERSION, join_host_port
@@ -213,14 +212,13 @@ def _build(config: ClusterConfig) -> _Built:
         eos_token_ids=frozenset(model.config.eos_token_ids),
         vocab_size=model.config.vocab_size,
     )
-    with _memory_errors_told(num_blocks):
-        runner = Runner(
-            model,
-            block_tokens=config.engine.block_tokens,
-            num_blocks=num_blocks,
-            attention=config.engine.attention,
-            sampler=Sampler(model.config.vocab_size, model.config.eos_token_ids),
-        )
+    runner = Runner(
+        model,
+        block_tokens=config.engine.block_tokens,
+        num_blocks=num_blocks,
+        attention=config.engine.attention,
+        sampler=Sampler(model.config.vocab_size, model.config.eos_token_ids),
+    )
     group = LocalGroup(runner)
     return _Built(
         group=group,
@@ -313,21 +311,6 @@ def _cgroup_free_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
         return sys.maxsize if limit == "max" else max(0, int(limit) - used)
     except (OSError, ValueError):
         return sys.maxsize
-
-
-@contextlib.contextmanager
-def _memory_errors_told(num_blocks: int) -> Iterator[None]:
-    """An allocator's failure as OutOfMemory. On a CPU torch raises a bare RuntimeError for it."""
-    import torch
-
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
-        raise OutOfMemory(
-            f"engine.kv_memory_bytes: no memory for {num_blocks} KV pages", field="engine.kv_memory_bytes"
-        ) from error
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------

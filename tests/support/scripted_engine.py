@@ -7,6 +7,7 @@ raised by the next one, ``wide`` makes outputs of many tokens.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -83,6 +84,7 @@ class ScriptedEngine:
     def step(self, now: float) -> list[Output]:
         self.stepping.set()
         self.gate.wait(30)
+        time.sleep(0.001)
         self.steps += 1
         if self.breakage is not None:
             raise self.breakage
