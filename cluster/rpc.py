@@ -20,11 +20,14 @@ KEEPALIVE_MS = 10_000
 
 # A half-dead peer (frozen, unplugged) answers no ping; both sides find out within two periods. A long prefill is no
 # data for a long time, and gRPC takes pings without data for abuse (GOAWAY too_many_pings) unless both sides allow it.
+# ping_timeout_ms is what really ends the connection (measured: with its default of 60 s a frozen peer lives for 60 s,
+# whatever keepalive_timeout_ms says).
 WORKER_CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_WORKER_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_WORKER_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -40,6 +43,7 @@ WORKER_SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_WORKER_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),

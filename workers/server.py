@@ -127,6 +127,11 @@ class GroupServer:
         """Requests that have not ended."""
         return self._thread.open_requests
 
+    @property
+    def routers(self) -> list[str]:
+        """The streams that are connected, by owner."""
+        return list(self._streams)
+
     async def _empty_within(self, timeout_s: float) -> bool:
         return await _within(timeout_s, lambda: not self._thread.open_requests)
 

@@ -55,6 +55,7 @@ class RouterStream:
         self._max_bytes = max_bytes
         self._open: dict[str, _Open] = {}
         self._queue: deque[worker_pb2.GroupFrame | _Snapshot | _Mark] = deque()
+        self._load_queued = False
         self._bytes = 0
         self._ready = asyncio.Event()
         self._cache_sequence = 0
@@ -118,7 +119,8 @@ class RouterStream:
 
     def send_load(self) -> None:
         """The group's load, as it will be when its turn comes."""
-        if _Mark.LOAD not in self._queue:
+        if not self._load_queued:
+            self._load_queued = True
             self._queue.append(_Mark.LOAD)
             self._ready.set()
 
@@ -161,6 +163,7 @@ class RouterStream:
 
     def _expanded(self, item: worker_pb2.GroupFrame | _Snapshot | _Mark) -> Iterator[worker_pb2.GroupFrame]:
         if isinstance(item, _Mark):
+            self._load_queued = False
             yield worker_pb2.GroupFrame(load=self._load(self))
         elif isinstance(item, _Snapshot):
             for frame in _snapshot_frames(item.hashes):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -290,6 +292,11 @@ async def test_messages_above_the_default_limit_of_4_mib_pass_both_ways() -> Non
         assert len(router.tokens("wide")) == 4_000_000
 
 
+async def _read_all(call: Any) -> None:
+    while await asyncio.wait_for(call.read(), 30) is not grpc.aio.EOF:
+        pass
+
+
 async def test_a_message_above_our_own_limit_ends_that_stream_only() -> None:
     unlimited = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
     async with group() as running, running.router("other") as other:
@@ -300,8 +307,7 @@ async def test_a_message_above_our_own_limit_ends_that_stream_only() -> None:
             with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                 await call.write(worker_pb2.RouterFrame(submit=huge))
             with pytest.raises(grpc.RpcError) as caught:
-                while await asyncio.wait_for(call.read(), 30) is not grpc.aio.EOF:
-                    pass
+                await _read_all(call)
             assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         await other.submit("a")
         await other.finish("a")
@@ -491,3 +497,34 @@ async def test_keepalive_pings_in_a_long_step_end_in_no_goaway() -> None:
                 assert frame is not grpc.aio.EOF
                 if frame.WhichOneof("frame") == "step":
                     break
+
+
+FROZEN_ROUTER = """
+import asyncio, sys
+from tests.support.stub_router import StubRouter
+async def main():
+    async with StubRouter(sys.argv[1], sys.argv[2], "frozen") as router:
+        await router.submit("a", max_tokens=1_000_000)
+        print("submitted", flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+async def test_a_frozen_router_is_noticed_by_keepalive_though_nothing_is_sent_to_it() -> None:
+    async with group(heartbeat_ms=600_000) as running:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", FROZEN_ROUTER, running.address, TOKEN, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        try:
+            running.engine.gate.clear()
+            assert await process.stdout.readline() == b"submitted\n"
+            await eventually(lambda: running.server.open_requests == 1, "it is there")
+            process.send_signal(signal.SIGSTOP)
+            await eventually(lambda: not running.server.routers, "only a ping can tell, and it does")
+            running.engine.gate.set()
+            await eventually(lambda: not running.engine.requests, "its request is cancelled")
+        finally:
+            process.kill()
+            await process.wait()

@@ -146,7 +146,7 @@ IDS = st.lists(st.integers(0, 1100) | st.just(2**32 - 1), max_size=3)
 SAMPLING = st.fixed_dictionaries(
     {"max_tokens": st.integers(0, 20), "seed": st.integers(0, 2**64 - 1)},
     optional={
-        **{name: NUMBERS for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")},
+        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"), NUMBERS),
         "min_tokens": st.integers(0, 30),
         "n": st.integers(0, 70),
         "logprobs": st.integers(0, 30),
