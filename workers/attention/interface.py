@@ -30,6 +30,19 @@ class Batch:
     slots: torch.Tensor  # [T] and in which slot of the page
     last_tokens: torch.Tensor  # [S] index of the token whose logits each draw needs
     max_position: int
+    single_rows: Int64  # rows of one token
+    chunk_rows: Int64  # rows of several
+
+    def length(self, row: int) -> int:
+        """Tokens of a row whose keys are in pages when it attends: those of before, and the step's own."""
+        plan = self.plan
+        return int(plan.num_computed[row] + plan.row_starts[row + 1] - plan.row_starts[row])
+
+    def used_pages(self, row: int, block_tokens: int) -> torch.Tensor:
+        """The pages that hold them, in order; an int64 tensor on the model's device."""
+        first = self.plan.block_starts[row]
+        used = self.plan.blocks[first : first + -(-self.length(row) // block_tokens)]
+        return torch.from_numpy(used.astype(np.int64)).to(self.token_ids.device)
 
 
 def spell_out(plan: StepPlan, token_ids: Int64, block_tokens: int, device: torch.device) -> Batch:
@@ -57,6 +70,8 @@ def spell_out(plan: StepPlan, token_ids: Int64, block_tokens: int, device: torch
         slots=tensor(positions % block_tokens),
         last_tokens=tensor(last),
         max_position=int(positions.max(initial=0)),
+        single_rows=np.flatnonzero(lengths == 1),
+        chunk_rows=np.flatnonzero(lengths > 1),
     )
 
 

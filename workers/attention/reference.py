@@ -24,9 +24,7 @@ class ReferenceAttention:
         out = torch.empty_like(q)
         for row in range(plan.num_rows):
             start, end = plan.row_starts[row], plan.row_starts[row + 1]
-            length = int(plan.num_computed[row] + end - start)
-            blocks = torch.from_numpy(plan.blocks[plan.block_starts[row] : plan.block_starts[row + 1]]).to(q.device)
-            used = blocks[: -(-length // keys.shape[2])].long()
+            length, used = batch.length(row), batch.used_pages(row, keys.shape[2])
             out[start:end] = _attend(
                 q[start:end], gather(keys, used, length), gather(values, used, length), batch.positions[start:end]
             )

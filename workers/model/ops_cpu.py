@@ -10,7 +10,7 @@ import torch
 
 from workers.attention.interface import Batch
 from workers.model.rope import RotaryTable
-from workers.threads import inline, kernel
+from workers.threads import exp32, kernel
 
 
 @kernel
@@ -35,26 +35,6 @@ def _add_rms_norm(residual: Any, x: Any, weight: Any, eps: Any, out: Any) -> Non
         scale = np.float32(1) / np.sqrt(total / np.float32(x.shape[1]) + eps)
         for i in range(x.shape[1]):
             out[t, i] = weight[i] * (residual[t, i] * scale)
-
-
-@inline
-def exp32(x: Any) -> Any:
-    """e**x in fp32 to 2 units in the last place, x held between -87 and 88; no call, so that a loop becomes vectors.
-
-    Cody-Waite reduction by ln 2 in two parts and a polynomial of degree 6 (Cephes' coefficients).
-    """
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-    r = x - n * np.float32(0.693359375)
-    r = r - n * np.float32(-2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1)
-    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @kernel
