@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from cluster.models import ModelFiles, resolve, tokenizer_digest, weights_digest
 
 from cluster.blocks import Namespace
 from cluster.config import ClusterConfig, DType, load
 from cluster.errors import ConfigError, QuireError
 from cluster.membership import GroupRecord, Registry
+from cluster.models import ModelFiles, resolve, tokenizer_digest, weights_digest
 from cluster.pb import worker_pb2
 from cluster.rpc import WORKER_PROTOCOL_VERSION, join_host_port
 from cluster.telemetry import get_logger, setup_logging
