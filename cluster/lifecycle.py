@@ -112,6 +112,17 @@ def find_redis_server() -> Path:
     return Path(found)
 
 
+_FOLDER = "quire-redis-"
+
+
+def _sweep_folders() -> None:
+    """Remove the folders of owners that were killed: nobody else would."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
+        owner = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 class EmbeddedRedis:
     """A redis-server on a loopback port, without persistence, kept alive by a thread until ``stop``.
 
@@ -149,7 +160,8 @@ class EmbeddedRedis:
         """Return when it answers. Raises DependencyUnreachable when it does not come up."""
         if self._thread is not None:
             raise ValueError("started already")
-        self._folder = Path(tempfile.mkdtemp(prefix="quire-redis-"))
+        _sweep_folders()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
         # The thread starts the server and lives as long as it: see dies_with_parent.
         self._thread = threading.Thread(target=self._supervise, name="embedded redis", daemon=True)
         self._thread.start()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,10 @@ def test_embedded_redis_dies_with_a_killed_process() -> None:
     parent.wait(10)
     parent.stdout.close()
     eventually(lambda: gone(child), "redis is gone")
+    left = list(Path(tempfile.gettempdir()).glob(f"quire-redis-{parent.pid}-*"))
+    assert left
+    with EmbeddedRedis():
+        assert not left[0].exists(), "the next one cleans up after it"
 
 
 def test_embedded_redis_on_a_port_in_use_says_so() -> None:
