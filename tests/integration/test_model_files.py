@@ -37,6 +37,7 @@ def edit(folder: Path, change: Callable[[Tensors], object]) -> None:
         (lambda t: t.update({Q: t[Q][:-1]}), r"shape \[47, 48\].*\[48, 48\]"),
         (lambda t: t.update({Q: t[Q].flatten()}), r"shape \[2304\]"),
         (lambda t: t.update({Q: t[Q].to(torch.int8)}), "int8"),
+        (lambda t: t[Q].__setitem__((3, 4), torch.nan), "not finite"),
     ],
 )
 def test_a_tensor_that_is_absent_or_misshapen_is_named(tmp_path: Path, change: Any, says: str) -> None:
@@ -187,6 +188,24 @@ def test_a_truncated_gguf_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> 
         path.write_bytes(whole[:kept])
         with pytest.raises(ModelLoadError, match=r"m\.gguf"):
             gguf_model(path, config)
+
+
+def test_a_gguf_header_with_any_byte_changed_is_read_or_refused(tmp_path: Path) -> None:
+    """It never ends in another exception, and never hangs."""
+    wide_model(tmp_path)
+    path = tmp_path / "m.gguf"
+    config = write_gguf(path, tmp_path, gguf.GGMLQuantizationType.Q8_0)
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for at in [*range(64), *rng.integers(64, 2400, 150)]:
+        for value in (0, 255, int(rng.integers(256))):
+            path.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
+            try:
+                gguf_model(path, config)
+            except ModelLoadError:
+                refused += 1
+    assert refused > 100
 
 
 def test_a_gguf_tensor_that_is_missing_or_spare_is_named(tmp_path: Path) -> None:

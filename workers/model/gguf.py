@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import gguf
+import gguf.quants
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from cluster.errors import ModelLoadError
 from workers.model.config import ModelConfig
+from workers.model.gguf_header import read_tensors
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -38,20 +39,21 @@ class GGUFSource:
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.path = path
         self._config = config
-        self._tensors = {_hf_name(tensor.name): tensor for tensor in _tensors(path)}
+        self._tensors = {_hf_name(tensor.name): tensor for tensor in read_tensors(path)}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """GGUF lists the fastest dimension first; Hugging Face lists it last."""
-        return {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+        """As the file's header gives them."""
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor in fp32, q and k in Hugging Face's order of rows."""
         tensor = self._tensors[name]
         try:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            with np.errstate(all="ignore"):  # Weights looks for what is not finite
+                values = gguf.quants.dequantize(tensor.data, tensor.kind)
         except (RuntimeError, ValueError) as error:
             raise ModelLoadError(
-                f"{self.path}: tensor {tensor.name!r} of type {tensor.tensor_type.name} cannot be read: {error}",
+                f"{self.path}: tensor {tensor.name!r} of type {tensor.kind.name} cannot be read: {error}",
                 tensor=tensor.name,
             ) from error
         heads = self._permuted_heads(name)
@@ -65,13 +67,6 @@ class GGUFSource:
         if ".q_proj." in name:
             return self._config.heads
         return self._config.kv_heads if ".k_proj." in name else 0
-
-
-def _tensors(path: Path) -> list[gguf.ReaderTensor]:
-    try:
-        return list(gguf.GGUFReader(path).tensors)
-    except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
-        raise ModelLoadError(f"{path}: not a whole GGUF file: {error}", path=path) from error
 
 
 def _hf_name(name: str) -> str:

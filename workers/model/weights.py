@@ -44,12 +44,11 @@ class Weights:
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor of this name. Raises ModelLoadError if it is absent, or has another shape."""
-        return self._read(name, shape).to(device=self._device, dtype=self._dtype).contiguous()
+        return self._read(name, shape).contiguous()
 
     def take_stacked(self, parts: Iterable[tuple[str, int]], *inner: int) -> torch.Tensor:
         """Tensors of ``(name, rows)`` one above the other, so that one product does the work of several."""
-        tensors = [self._read(name, (rows, *inner)).to(dtype=self._dtype) for name, rows in parts]
-        return torch.cat(tensors).to(self._device)
+        return torch.cat([self._read(name, (rows, *inner)) for name, rows in parts])
 
     def finish(self, may_be_left: Callable[[str], bool]) -> None:
         """Raise ModelLoadError if a tensor was never taken, unless the caller knows why."""
@@ -74,6 +73,11 @@ class Weights:
             raise ModelLoadError(
                 f"{self._source.path}: tensor {name!r} is {tensor.dtype}; served are floating-point weights",
                 tensor=name,
+            )
+        tensor = tensor.to(device=self._device, dtype=self._dtype)
+        if not torch.isfinite(tensor).all():  # damaged, or too large for this dtype: every answer would be noise
+            raise ModelLoadError(
+                f"{self._source.path}: tensor {name!r} holds values that are not finite in {self._dtype}", tensor=name
             )
         return tensor
 
