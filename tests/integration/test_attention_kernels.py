@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import accumulate
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError, OutOfMemory, ProtocolError
+from workers.attention import cpu
 from workers.attention.cpu import CpuAttention
 from workers.attention.interface import Batch, KVPages, spell_out
 from workers.attention.reference import ReferenceAttention
@@ -124,14 +126,28 @@ def test_gate_at_the_ends_of_fp32() -> None:
     torch.testing.assert_close(CpuOps().silu_mul(gate_up), TorchOps().silu_mul(gate_up), atol=1e-8, rtol=1e-5)
 
 
+def test_read_only_and_strided_plans_compile_nothing_anew() -> None:
+    """A compilation in mid-service would stop every stream for seconds."""
+    plan = plan_of([(20, 1), (30, 3)], 8, 10)
+    q, keys, values = torch.randn(4, 2, 16), torch.randn(10, 1, 8, 16), torch.randn(10, 1, 8, 16)
+    want = CpuAttention().attend(q, keys, values, batch_of(plan, 8))
+    compiled = len(cpu._decode.signatures)
+
+    def odd(values: np.ndarray) -> np.ndarray:
+        strided = np.repeat(values, 2)[::2]
+        strided.flags.writeable = False
+        return strided
+
+    names = ("row_starts", "num_computed", "block_starts", "blocks")
+    other = dataclasses.replace(plan, **{name: odd(getattr(plan, name)) for name in names})
+    assert torch.equal(CpuAttention().attend(q, keys, values, batch_of(other, 8)), want)
+    assert len(cpu._decode.signatures) == compiled
+
+
 def test_a_row_with_too_few_pages_is_refused() -> None:
     """Otherwise it would write into the next row's first page."""
     plan = plan_of([(7, 1), (3, 2)], 8, 10)
-    short = StepPlan(
-        step=plan.step, token_ids=plan.token_ids, row_starts=plan.row_starts,
-        num_computed=np.array([8, 3], np.int32), carried_from=plan.carried_from,
-        block_starts=plan.block_starts, blocks=plan.blocks, draws=(), copies=plan.copies,
-    )  # fmt: skip
+    short = dataclasses.replace(plan, num_computed=np.array([8, 3], np.int32))
     with pytest.raises(ProtocolError, match="row 0"):
         batch_of(short, 8)
 

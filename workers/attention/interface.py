@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -50,6 +50,7 @@ def spell_out(plan: StepPlan, token_ids: Int64, block_tokens: int, device: torch
 
     Raises ProtocolError if a row feeds a position that its pages do not hold: it would be written into a neighbour's.
     """
+    plan = _owned(plan)
     lengths = np.diff(plan.row_starts)
     rows = np.repeat(np.arange(plan.num_rows), lengths)
     positions = plan.num_computed[rows] + np.arange(plan.num_tokens, dtype=np.int64) - plan.row_starts[rows]
@@ -72,6 +73,17 @@ def spell_out(plan: StepPlan, token_ids: Int64, block_tokens: int, device: torch
         max_position=int(positions.max(initial=0)),
         single_rows=np.flatnonzero(lengths == 1),
         chunk_rows=np.flatnonzero(lengths > 1),
+    )
+
+
+def _owned(plan: StepPlan) -> StepPlan:
+    """Kernels are compiled for contiguous, writable arrays; for others they would be compiled again, in mid-service."""
+    return replace(
+        plan,
+        row_starts=np.array(plan.row_starts, np.int32),
+        num_computed=np.array(plan.num_computed, np.int32),
+        block_starts=np.array(plan.block_starts, np.int32),
+        blocks=np.array(plan.blocks, np.int32),
     )
 
 
