@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from cluster.models import ModelFiles
 
+    from cluster.models import ModelFiles
     from workers.model.llama import Model
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from cluster.models import ModelFiles, hf_config
 
+from cluster.models import ModelFiles, hf_config
 from workers.model.config import parse_config
 from workers.model.gguf import GGUFSource
 from workers.model.llama import Model
