@@ -1,0 +1,353 @@
+"""The calls of the public API, one method each, from metadata to the last event.
+
+Every call runs inside ``_call``: it authenticates, and it alone turns errors into statuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import grpc.aio
+
+from cluster.config import RouterConfig
+from cluster.errors import (
+    DeadlineExceeded,
+    Draining,
+    MethodNotSupported,
+    NoGroup,
+    PromptEmpty,
+    QuireError,
+    abort,
+)
+from cluster.pb import inference_pb2, inference_pb2_grpc
+from cluster.telemetry import get_logger
+from router import validation
+from router.admission import Admission
+from router.answer import Answer
+from router.auth import Authenticator
+from router.interrupt import Interrupt
+from router.links import GroupLink, State
+from router.relay import Relay, Routing
+from router.served import ServedModel
+from router.validation import Conversation, Limits, Parsed, ValidRequest
+
+if TYPE_CHECKING:
+    Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+Result = TypeVar("Result")
+
+_log = get_logger("service")
+
+_STATES = {
+    State.CONNECTING: inference_pb2.Group.CONNECTING,
+    State.SERVING: inference_pb2.Group.SERVING,
+    State.DRAINING: inference_pb2.Group.DRAINING,
+    State.LOST: inference_pb2.Group.LOST,
+}
+
+
+class Service:
+    """What the servicers share. Lives on one event loop."""
+
+    def __init__(
+        self, config: RouterConfig, model: ServedModel, routing: Routing, authenticator: Authenticator
+    ) -> None:
+        self.admission = Admission(config.max_active_requests, shared=lambda: authenticator.shared)
+        self._config = config
+        self._model = model
+        self._routing = routing
+        self._authenticator = authenticator
+        self._draining = False
+        self._interrupts: set[Interrupt] = set()
+
+    # -- going down --------------------------------------------------------------------------------------------------
+
+    def refuse_new(self) -> None:
+        """From now on new calls end as DRAINING."""
+        self._draining = True
+
+    def end_all(self, error: QuireError) -> None:
+        """End every running stream with ``error``."""
+        for interrupt in list(self._interrupts):
+            interrupt(error)
+
+    # -- around every call -------------------------------------------------------------------------------------------
+
+    async def call(self, context: Context, body: Callable[[str], Awaitable[Result]]) -> Result:
+        """Authenticate, run ``body(tenant)``, and give the client the status that its error stands for."""
+        try:
+            return await body(self._tenant(context))
+        except QuireError as error:
+            await abort(context, error)
+        except Exception:  # noqa: BLE001 - reported, whatever it is
+            # One request's fault as far as anybody knows: its client hears of it, and nobody else.
+            incident = secrets.token_hex(8)
+            _log.exception("incident %s: a call failed unexpectedly", incident)
+            await abort(context, QuireError(f"internal error; the router's log has it as incident {incident}"))
+
+    def _tenant(self, context: Context) -> str:
+        metadata = dict(context.invocation_metadata() or ())
+        return self._authenticator.tenant(metadata.get("authorization"))
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+
+    async def generate(self, context: Context, tenant: str, message: inference_pb2.GenerateRequest) -> None:
+        """The Generate call."""
+        parsed = validation.parse_generate(message, self._model.check_name(message.model), self._model.vocab_size)
+        await self._stream(context, tenant, parsed)
+
+    async def chat(self, context: Context, tenant: str, message: inference_pb2.ChatRequest) -> None:
+        """The Chat call."""
+        parsed = validation.parse_chat(message, self._model.check_name(message.model), self._model.vocab_size)
+        await self._stream(context, tenant, parsed)
+
+    async def _stream(self, context: Context, tenant: str, parsed: Parsed) -> None:
+        if self._draining:
+            raise Draining("this router is going down", retry_after_ms=200)
+        now = asyncio.get_running_loop().time
+        accepted_at = now()
+        remaining_s = context.time_remaining()
+        deadline = None if remaining_s is None else accepted_at + remaining_s
+        with self.admission.slot(tenant), Interrupt() as interrupt, self._interruptible(interrupt, deadline):
+            request = await self._complete(parsed, tenant)
+            relay = Relay(request, self._routing, interrupt, deadline)
+            answer = Answer(request, relay, self._model.tokenizer, accepted_at)
+            with _logged(answer, relay, now, accepted_at):
+                async with contextlib.aclosing(relay.deltas()) as deltas:
+                    async for delta in deltas:
+                        for event in answer.events(delta, now()):
+                            await context.write(event)
+                        if answer.done:
+                            break
+
+    @contextlib.contextmanager
+    def _interruptible(self, interrupt: Interrupt, deadline: float | None) -> Iterator[None]:
+        """Let the router's end and the client's deadline end the call, wherever it is."""
+        timer = None
+        if deadline is not None:
+            late = DeadlineExceeded("the client's deadline passed")
+            timer = asyncio.get_running_loop().call_at(deadline, interrupt, late)
+        self._interrupts.add(interrupt)
+        try:
+            yield
+        finally:
+            self._interrupts.discard(interrupt)
+            if timer is not None:
+                timer.cancel()
+
+    async def _complete(self, parsed: Parsed, tenant: str) -> ValidRequest:
+        """Tokenize, and check what depends on the tokens."""
+        prompt: list[int] | tuple[int, ...]
+        if isinstance(parsed.prompt, str):
+            prompt = await self._model.encode(parsed.prompt)
+        elif isinstance(parsed.prompt, Conversation):
+            prompt = await self._model.render(parsed.prompt)
+        else:
+            prompt = parsed.prompt
+        bad_sequences = await self._model.tokenizations(parsed.options.bad_words)
+        return validation.complete(parsed, prompt, bad_sequences, await self._limits(), tenant)
+
+    async def _limits(self) -> Limits:
+        """Of the groups that serve now; waits for one where there is none."""
+        wait_s = self._config.group_wait_s
+        links = await self._routing.groups.wait_usable(self._model.name, lambda link: True, wait_s)
+        if not links:
+            raise NoGroup(f"no group serves {self._model.name} now; waited {wait_s:g} s", retry_after_ms=1000)
+        return Limits(
+            max_tokens=tuple(link.hello.max_context_tokens for link in links if link.hello is not None),
+            default_max_tokens=self._config.default_max_tokens,
+        )
+
+    # -- single answers ----------------------------------------------------------------------------------------------
+
+    async def tokenize(self, message: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
+        """The Tokenize call."""
+        self._model.check_name(message.model)
+        kind = message.WhichOneof("input")
+        if kind == "text":
+            special = message.add_special_tokens if message.HasField("add_special_tokens") else True
+            ids = await self._model.encode(message.text, add_special_tokens=special)
+        elif kind == "conversation":
+            ids = await self._tokenize_conversation(message.conversation)
+        else:
+            raise PromptEmpty("input: text or conversation must be set", field="input")
+        texts = [self._model.tokenizer.token_text(token_id) for token_id in ids] if message.with_text else []
+        return inference_pb2.TokenizeResponse(token_ids=ids, token_texts=texts, max_context_tokens=self._max_context())
+
+    async def _tokenize_conversation(self, message: inference_pb2.Conversation) -> list[int]:
+        messages = validation.parse_messages(message.messages, "conversation.messages")
+        prompted = message.add_generation_prompt if message.HasField("add_generation_prompt") else True
+        conversation = Conversation(messages=messages, variables={})
+        return await self._model.render(conversation, add_generation_prompt=prompted)
+
+    async def detokenize(self, message: inference_pb2.DetokenizeRequest) -> inference_pb2.DetokenizeResponse:
+        """The Detokenize call."""
+        self._model.check_name(message.model)
+        validation.check_ids("token_ids", message.token_ids, self._model.vocab_size)
+        skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+        text = await self._model.decode(list(message.token_ids), skip_special_tokens=skip)
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    def model(self, name: str) -> inference_pb2.Model:
+        """The GetModel call."""
+        self._model.check_name(name)
+        links = self._routing.groups.usable(self._model.name)
+        hello = next((link.hello for link in links if link.hello is not None), None)
+        tokenizer = self._model.tokenizer
+        return inference_pb2.Model(
+            name=self._model.name,
+            vocab_size=self._model.vocab_size,
+            max_context_tokens=self._max_context(),
+            eos_token_ids=tokenizer.eos_token_ids,
+            bos_token_id=tokenizer.bos_token_id,
+            has_chat_template=tokenizer.has_chat_template,
+            block_tokens=hello.block_tokens if hello is not None else 0,
+            namespace=hello.namespace if hello is not None else "",
+            groups=len(links),
+        )
+
+    def cluster(self) -> inference_pb2.Cluster:
+        """The GetCluster call."""
+        now = asyncio.get_running_loop().time()
+        groups = self._routing.groups
+        return inference_pb2.Cluster(
+            router_id=groups.router_id,
+            groups=[_group(link, now) for link in groups.links()],
+            membership_live=groups.membership_live,
+            active_requests=self.admission.active,
+        )
+
+    def _max_context(self) -> int:
+        links = self._routing.groups.usable(self._model.name)
+        served = [link.hello.max_context_tokens for link in links if link.hello is not None]
+        return max(served, default=self._model.trained_context)
+
+
+def _group(link: GroupLink, now: float) -> inference_pb2.Group:
+    record, hello = link.record, link.hello
+    return inference_pb2.Group(
+        group_id=record.group_id,
+        incarnation=record.incarnation,
+        model=record.model,
+        namespace=record.namespace,
+        address=record.address,
+        state=_STATES[link.state],
+        tp=record.tp,
+        device=record.device,
+        dtype=record.dtype,
+        load=link.load,
+        last_frame_age_ms=1000 * (now - link.last_frame) if hello is not None else 0.0,
+        indexed_blocks=len(link.index),
+        rank_pids=hello.rank_pids if hello is not None else (),
+    )
+
+
+@contextlib.contextmanager
+def _logged(answer: Answer, relay: Relay, now: Callable[[], float], accepted_at: float) -> Iterator[None]:
+    """One line for each request that was let in, however it ends. Never a word of its text."""
+    outcome = "OK"
+    try:
+        yield
+    except QuireError as error:
+        outcome = error.reason
+        raise
+    except asyncio.CancelledError:
+        outcome = "CANCELLED"
+        raise
+    except Exception as error:
+        outcome = "INTERNAL"
+        error.add_note(f"request {relay.request.internal_id!a}")  # for the traceback in the log
+        raise
+    finally:
+        request, link = relay.request, relay.link
+        _log.info(
+            "request=%s outcome=%s finish=%s tenant=%s group=%s attempts=%d prompt_tokens=%d cached_tokens=%d "
+            "completion_tokens=%d ttft_ms=%.0f total_ms=%.0f",
+            request.request_id.encode("unicode_escape").decode(),
+            outcome,
+            ",".join(answer.finish_reasons) or "-",
+            request.tenant,
+            link.record.group_id if link is not None else "-",
+            relay.attempts,
+            len(request.prompt),
+            answer.cached_tokens.group + answer.cached_tokens.redis,
+            answer.completion_tokens,
+            answer.ttft_ms,
+            1000 * (now() - accepted_at),
+        )
+
+
+# -- the generated interfaces ----------------------------------------------------------------------------------------
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """quire.v1.Inference."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        await self._service.call(context, lambda tenant: self._service.generate(context, tenant, request))
+
+    async def Chat(self, request: inference_pb2.ChatRequest, context: Context) -> None:
+        await self._service.call(context, lambda tenant: self._service.chat(context, tenant, request))
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        return await self._service.call(context, lambda _: self._service.tokenize(request))
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        return await self._service.call(context, lambda _: self._service.detokenize(request))
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        async def body(_: str) -> inference_pb2.ListModelsResponse:
+            return inference_pb2.ListModelsResponse(models=[self._service.model("")])
+
+        return await self._service.call(context, body)
+
+    async def GetModel(self, request: inference_pb2.GetModelRequest, context: Context) -> inference_pb2.Model:
+        async def body(_: str) -> inference_pb2.Model:
+            return self._service.model(request.model)
+
+        return await self._service.call(context, body)
+
+    async def GetSession(self, request: inference_pb2.GetSessionRequest, context: Context) -> Any:
+        await self._service.call(context, _not_supported("GetSession"))
+
+    async def DeleteSession(self, request: inference_pb2.DeleteSessionRequest, context: Context) -> Any:
+        await self._service.call(context, _not_supported("DeleteSession"))
+
+    async def ForkSession(self, request: inference_pb2.ForkSessionRequest, context: Context) -> Any:
+        await self._service.call(context, _not_supported("ForkSession"))
+
+
+class AdminServicer(inference_pb2_grpc.AdminServicer):
+    """quire.v1.Admin."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def GetCluster(self, request: inference_pb2.GetClusterRequest, context: Context) -> inference_pb2.Cluster:
+        async def body(_: str) -> inference_pb2.Cluster:
+            return self._service.cluster()
+
+        return await self._service.call(context, body)
+
+    async def DrainGroup(self, request: inference_pb2.DrainGroupRequest, context: Context) -> Any:
+        await self._service.call(context, _not_supported("DrainGroup"))
+
+
+def _not_supported(method: str) -> Callable[[str], Awaitable[None]]:
+    async def body(_: str) -> None:
+        raise MethodNotSupported(f"{method}: this version does not serve it", method=method)
+
+    return body
