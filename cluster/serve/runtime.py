@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import ray
 from ray import serve
-from ray.serve.schema import ApplicationStatus, ReplicaState
+from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview
 
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, DependencyUnreachable, QuireError
@@ -46,6 +46,7 @@ class Progress:
     routers: int
     routers_wanted: int
     detail: str  # Serve's own word on a delay or a replacement; may be empty
+    failure: QuireError | None  # what a replica could not start with; once all have run, Serve tries again by itself
 
     @property
     def complete(self) -> bool:
@@ -106,23 +107,27 @@ def deployed(config: ClusterConfig, on_progress: Callable[[Progress], None]) -> 
 
 
 def progress(config: ClusterConfig) -> Progress:
-    """Where the application stands now. Raises the QuireError that a first start failed with."""
+    """Where the application stands now."""
     application_status = serve.status().applications.get(APP_NAME)
     deployments = application_status.deployments if application_status else {}
-    running: dict[str, int] = {}
-    details: list[str] = []
-    for name, deployment in deployments.items():
-        running[name] = deployment.replica_states.get(ReplicaState.RUNNING, 0)
-        if error := failures.find(deployment.message):
-            raise error
-        if deployment.message:
-            details.append(deployment.message.splitlines()[0])
-    if application_status and application_status.status == ApplicationStatus.DEPLOY_FAILED:
-        raise QuireError(
-            f"Ray Serve could not start the application: {'; '.join(details) or application_status.message}"
-        )
-    groups, routers = running.get("Group", 0), running.get("Router", 0)
-    return Progress(groups, config.groups, routers, config.routers, "; ".join(details))
+    running = {name: _running(one) for name, one in deployments.items()}
+    messages = [one.message for one in deployments.values() if one.message]
+    failure = next((found for message in messages if (found := failures.find(message))), None)
+    detail = "; ".join(message.splitlines()[0] for message in messages)
+    if failure is None and application_status and application_status.status == ApplicationStatus.DEPLOY_FAILED:
+        failure = QuireError(f"Ray Serve could not start the application: {detail or application_status.message}")
+    return Progress(
+        groups=running.get("Group", 0),
+        groups_wanted=config.groups,
+        routers=running.get("Router", 0),
+        routers_wanted=config.routers,
+        detail=detail,
+        failure=failure,
+    )
+
+
+def _running(deployment: DeploymentStatusOverview) -> int:
+    return sum(count for state, count in deployment.replica_states.items() if state == "RUNNING")
 
 
 def router_facts() -> list[dict[str, Any]]:
@@ -144,6 +149,8 @@ def _wait_until_running(config: ClusterConfig, on_progress: Callable[[Progress],
     give_up = time.monotonic() + START_TIMEOUT_S
     while True:
         now = progress(config)
+        if now.failure:
+            raise now.failure  # the first one: trying again would only repeat it, and hide it for a minute
         on_progress(now)
         if now.complete:
             return

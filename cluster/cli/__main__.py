@@ -1,0 +1,5 @@
+"""``python -m cluster.cli`` is ``quire``."""
+
+from cluster.cli import main
+
+main()

@@ -1,0 +1,52 @@
+"""Ctrl-C and SIGTERM as an exception that ends whatever runs, cleanup included.
+
+The first one unwinds the program: every context manager ends what it began, streams drain. A second one, during that,
+cuts the cleanup step that runs short; the others still follow, and what is left is killed. Later ones are ignored, so
+that an impatient user cannot leave processes behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MAX_RAISES = 2
+
+
+class Interrupted(BaseException):
+    """Not an Exception: nothing that retries or logs errors may swallow it."""
+
+
+class Interrupts:
+    """Counts the signals of one command."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def install(self) -> None:
+        """Take the signals. Call it again after ray.init, which takes SIGTERM for itself."""
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count <= _MAX_RAISES:
+            raise Interrupted
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Interrupts]:
+    """Take the signals for the time of the block, which ends quietly when one comes."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    interrupts = Interrupts()
+    interrupts.install()
+    try:
+        yield interrupts
+    except Interrupted:
+        pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,87 @@
+"""Everything about a local start that can be checked before a process is started: then a mistake costs a second."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Callable
+
+import psutil
+
+from cluster.config import ClusterConfig
+from cluster.errors import ConfigError, OutOfMemory, PortInUse
+from cluster.lifecycle import free_port
+from cluster.rpc import join_host_port
+
+
+def check(config: ClusterConfig, say: Callable[[str], None]) -> ClusterConfig:
+    """Raise the QuireError that this start would end in; return the configuration with a port chosen.
+
+    ``say`` is told what is being looked at. With one router, port 0 becomes a number here, so that a router that is
+    replaced comes back where its clients look for it.
+    """
+    config = _with_port(config)
+    if config.router.api_keys_file is not None and not config.router.api_keys_file.is_file():
+        raise ConfigError(f"router.api_keys_file: no file {config.router.api_keys_file}", field="router.api_keys_file")
+    if config.redis is not None:
+        from cluster.membership import mask_url, ping
+
+        say(f"redis {mask_url(config.redis)}")
+        asyncio.run(ping(config.redis))
+    weights_bytes = _check_model(config, say)
+    _check_memory(config, weights_bytes)
+    return config
+
+
+def _with_port(config: ClusterConfig) -> ClusterConfig:
+    host, port = config.router.host, config.router.port
+    if port == 0 and config.routers == 1:
+        port = free_port(host)
+    elif port != 0:
+        check_port(host, port)
+    return config.model_copy(update={"router": config.router.model_copy(update={"port": port})})
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise PortInUse when somebody listens there, ConfigError when the address is not this host's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As a server does: connections of an earlier one that are still closing do not count as "in use".
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        where = join_host_port(host, port)
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"port {port} on {host} is in use; choose another with --port", field="router.port", value=port
+            ) from error
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", field="router.host") from error
+
+
+def _check_model(config: ClusterConfig, say: Callable[[str], None]) -> int:
+    """Fetch the model where needed, read its configuration; returns the bytes of its weights' files."""
+    from cluster import models
+
+    say(f"model {config.model}")
+    files = models.resolve(config.model, name=config.model_name)
+    models.hf_config(files)
+    paths = [files.path] if files.path.is_file() else sorted(files.path.glob("*.safetensors"))
+    return sum(os.path.getsize(path) for path in paths)
+
+
+def _check_memory(config: ClusterConfig, weights_bytes: int) -> None:
+    """Refuse pools that cannot fit this host. Each group looks again, more exactly, when it has loaded its model."""
+    if config.engine.kv_memory_bytes is None or config.engine.device == "cuda":
+        return
+    wanted = config.groups * (config.engine.kv_memory_bytes + weights_bytes)
+    free = psutil.virtual_memory().available
+    if wanted > free:
+        raise OutOfMemory(
+            f"engine.kv_memory_bytes: {config.groups} groups of {config.engine.kv_memory_bytes:,} bytes for KV pages "
+            f"and {weights_bytes:,} for weights do not fit into the {free:,} bytes that are free",
+            field="engine.kv_memory_bytes",
+        )

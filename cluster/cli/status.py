@@ -1,0 +1,92 @@
+"""``quire status``: the groups as a router sees them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.cli import sampling, terminal
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cluster.pb.inference_pb2 import Cluster, Group
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(status)
+
+
+def status(
+    address: sampling.Address = sampling.DEFAULT_ADDRESS,
+    api_key: sampling.ApiKey = None,
+    once: Annotated[bool, typer.Option("--once", help="Print the table once and leave.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
+) -> None:
+    """Show each group: state, requests, pages, speed. Live until Ctrl-C, or once.
+
+    [bold]Examples[/]
+
+      quire status
+
+      quire status --json | jq '.groups[].load'
+    """
+    from rich.live import Live
+
+    from router.client import Client
+
+    with Client(address, api_key=api_key) as client:
+        if json:
+            terminal.out.print(as_json(client.cluster()), markup=False)
+        elif once or not terminal.out.is_terminal:
+            terminal.out.print(table(client.cluster()))
+        else:
+            with Live(table(client.cluster()), console=terminal.out) as live:
+                while True:
+                    time.sleep(interval)
+                    live.update(table(client.cluster()))
+
+
+def as_json(cluster: Cluster) -> str:
+    """Every field, also those that are zero: a script should not have to guess which were left out."""
+    from google.protobuf.json_format import MessageToJson
+
+    return MessageToJson(cluster, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def table(cluster: Cluster) -> Table:
+    """One row per group."""
+    from rich.table import Table
+
+    live = "" if cluster.membership_live else "  (Redis is away: membership frozen)"
+    grid = Table(title=f"{len(cluster.groups)} groups, {cluster.active_requests} requests{live}", title_justify="left")
+    for heading in ("group", "state", "model", "where"):
+        grid.add_column(heading)
+    for heading in ("running", "waiting", "pages used/cached/total", "tokens out", "cached prompt", "decode tok/s"):
+        grid.add_column(heading, justify="right")
+    for group in sorted(cluster.groups, key=lambda group: group.group_id):
+        grid.add_row(*_cells(group))
+    return grid
+
+
+def _cells(group: Group) -> list[str]:
+    from cluster.pb.inference_pb2 import Group as GroupMessage
+
+    load = group.load
+    cached = load.cached_prompt_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
+    return [
+        group.group_id,
+        GroupMessage.State.Name(group.state).lower(),
+        group.model,
+        f"{group.address} {group.device} {group.dtype}",
+        str(load.running_requests),
+        str(load.waiting_requests),
+        f"{load.used_blocks}/{load.cached_blocks}/{load.total_blocks}",
+        f"{load.output_tokens:,}",
+        f"{cached:.0%}",
+        f"{load.decode_tokens_per_s:.0f}",
+    ]
