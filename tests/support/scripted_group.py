@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
 
@@ -16,11 +17,14 @@ from cluster.membership import GroupRecord, Registry
 from cluster.pb import worker_pb2
 from cluster.rpc import WORKER_PROTOCOL_VERSION
 from tests.support.scripted_engine import ScriptedEngine
-from workers.request import Request
+from workers.request import Output, Request
 from workers.server import GroupServer
 
 TOKEN = "worker-token"
 WAIT_S = 60.0
+
+
+LARGEST_TOKEN = 40_000
 
 
 class ResumingEngine(ScriptedEngine):
@@ -30,6 +34,12 @@ class ResumingEngine(ScriptedEngine):
         super().submit(request)
         self.submitted = [*getattr(self, "submitted", []), request]
         self.done[request.key] = len(request.outputs[0]) if request.outputs else 0
+
+    def step(self, now: float) -> list[Output]:
+        return [
+            replace(output, token_ids=tuple(token % LARGEST_TOKEN for token in output.token_ids))
+            for output in super().step(now)
+        ]
 
 
 class ScriptedGroup:

@@ -1,0 +1,85 @@
+"""Routers in the test's own process, with the real tokenizer of SmolLM2, which is loaded once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from cluster.config import parse
+from router.client import AsyncClient
+from router.served import ServedModel
+from router.server import RouterServer
+from router.tokenizer import Tokenizer
+from tests.support.models import smollm2
+from tests.support.scripted_group import TOKEN, ScriptedGroup, eventually
+
+VOCAB_SIZE = 49_152
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(smollm2())
+
+
+@asynccontextmanager
+async def running_router(redis_url: str, cluster: str, **settings: Any) -> AsyncIterator[RouterServer]:
+    """A router that serves the model "m"; ``settings`` are fields of RouterConfig."""
+    config = parse(
+        {
+            "cluster": cluster,
+            "redis": redis_url,
+            "worker_token": TOKEN,
+            "cluster_secret": "secret",
+            "router": {"port": 0, "group_silence_s": 1.0, **settings},
+        }
+    )
+    server = RouterServer(config, ServedModel("m", tokenizer(), VOCAB_SIZE, 8192))
+    try:
+        await server.start()
+        yield server
+    finally:
+        await server.stop()
+
+
+@dataclass
+class World:
+    """A router and its groups."""
+
+    router: RouterServer
+    groups: list[ScriptedGroup]
+    client: AsyncClient
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.router.port}"
+
+    def channel(self, **options: int) -> grpc.aio.Channel:
+        """A plain channel; "grpc." is put before the options' names."""
+        return grpc.aio.insecure_channel(
+            self.address, options=[("grpc.use_local_subchannel_pool", 1), *options.items()]
+        )
+
+    def text(self, ids: list[int] | range) -> str:
+        """What these tokens look like."""
+        return tokenizer().decode(list(ids), skip_special_tokens=True)
+
+
+@asynccontextmanager
+async def world(
+    redis_url: str, cluster: str, groups: int = 1, *, hello: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[World]:
+    """``groups`` scripted groups and a router that is connected to all of them, and a client."""
+    async with AsyncExitStack() as stack:
+        running = [
+            await stack.enter_async_context(ScriptedGroup(redis_url, cluster, f"g{i}", **hello or {}))
+            for i in range(groups)
+        ]
+        router = await stack.enter_async_context(running_router(redis_url, cluster, **settings))
+        await eventually(lambda: len(router._groups.usable("m")) == groups, "all groups are connected")
+        client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{router.port}"))
+        yield World(router, running, client)
