@@ -533,7 +533,18 @@ def _made(what: str, kind: Callable[..., Result], fields: Mapping[str, Any]) -> 
     try:
         return kind(**fields)
     except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidRequest(f"{what}: {error}", field=what) from error
+        field = f"{what}.{_culprit(kind, fields)}"
+        raise InvalidRequest(f"{field}: {error}", field=field) from error
+
+
+def _culprit(kind: Callable[..., object], fields: Mapping[str, Any]) -> str:
+    """Which field a message could not be made with: protobuf does not always say."""
+    for name, value in fields.items():
+        try:
+            kind(**{name: value})
+        except (ValueError, TypeError, OverflowError):
+            return name
+    return "?"
 
 
 def _being_cancelled() -> bool:
