@@ -1,8 +1,9 @@
 """Which group gets a request. Pure: no I/O, no clock; randomness comes in as an argument.
 
 The cost of a group is the predicted time to the request's first token there, plus what the request will cost the others
-there. Everything is in milliseconds, so that terms can be added. Where a group has measured nothing yet, defaults stand
-in that are equal for all groups: a cold cluster is balanced by counts alone.
+there. Everything is in milliseconds, so that terms can be added. Where a group has measured nothing yet, what its peers
+measured stands in, and where nobody has, defaults that are equal for all: a cold cluster is balanced by counts alone,
+and no group looks faster than one that holds the prompt only because nobody has tried it yet.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 COLD_PREFILL_TOKENS_PER_S = 1_000.0
 COLD_DECODE_TOKENS_PER_S = 100.0
@@ -78,6 +79,7 @@ def choose(facts: RequestFacts, groups: Sequence[GroupView], rng: random.Random)
     """The group with the lowest cost; near-ties go to the session's last group, then at random. None without groups."""
     if not groups:
         return None
+    groups = with_peers_rates(groups)
     costs = {group.key: cost_ms(facts, group) for group in groups}
     best = min(costs.values())
     near = [group for group in groups if costs[group.key] <= best + max(TIE_MS, TIE_RATIO * best)]
@@ -98,6 +100,19 @@ def choose(facts: RequestFacts, groups: Sequence[GroupView], rng: random.Random)
         candidates=len(groups),
         decision=decision,
     )
+
+
+def with_peers_rates(groups: Sequence[GroupView]) -> list[GroupView]:
+    """Each rate that a group has not measured replaced by the mean of those who have."""
+    means = {}
+    for name in ("prefill_tokens_per_s", "decode_tokens_per_s", "step_ms", "mean_output_tokens"):
+        known = [value for group in groups if _measured(value := getattr(group, name))]
+        if known:
+            means[name] = sum(known) / len(known)
+    return [
+        replace(group, **{name: mean for name, mean in means.items() if not _measured(getattr(group, name))})
+        for group in groups
+    ]
 
 
 def cost_ms(facts: RequestFacts, group: GroupView) -> float:

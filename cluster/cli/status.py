@@ -59,17 +59,21 @@ def as_json(cluster: Cluster) -> str:
 
 
 def table(cluster: Cluster) -> Table:
-    """One row per group."""
+    """One row per group, narrow enough for 80 columns."""
     from rich.table import Table
 
-    live = "" if cluster.membership_live else "  (Redis is away: membership frozen)"
-    grid = Table(title=f"{len(cluster.groups)} groups, {cluster.active_requests} requests{live}", title_justify="left")
-    for heading in ("group", "state", "model", "where"):
-        grid.add_column(heading)
-    for heading in ("running", "waiting", "pages used/cached/total", "tokens out", "cached prompt", "decode tok/s"):
-        grid.add_column(heading, justify="right")
+    live = "" if cluster.membership_live else " · Redis is away: membership frozen"
+    title = f"{len(cluster.groups)} groups · {cluster.active_requests} requests in flight{live}"
+    grid = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for heading in ("group", "state"):
+        grid.add_column(heading, no_wrap=True)
+    for heading in ("running", "waiting", "pages used", "cached", "of", "prompt hit", "tok/s"):
+        grid.add_column(heading, justify="right", no_wrap=True)
     for group in sorted(cluster.groups, key=lambda group: group.group_id):
         grid.add_row(*_cells(group))
+    served = {f"{group.model} ({group.device}, {group.dtype}, tp {group.tp})" for group in cluster.groups}
+    grid.caption = ", ".join(sorted(served)) or "no group is up"
+    grid.caption_justify = "left"
     return grid
 
 
@@ -77,16 +81,15 @@ def _cells(group: Group) -> list[str]:
     from cluster.pb.inference_pb2 import Group as GroupMessage
 
     load = group.load
-    cached = load.cached_prompt_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
+    hit = load.cached_prompt_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
     return [
         group.group_id,
         GroupMessage.State.Name(group.state).lower(),
-        group.model,
-        f"{group.address} {group.device} {group.dtype}",
         str(load.running_requests),
         str(load.waiting_requests),
-        f"{load.used_blocks}/{load.cached_blocks}/{load.total_blocks}",
-        f"{load.output_tokens:,}",
-        f"{cached:.0%}",
+        str(load.used_blocks),
+        str(load.cached_blocks),
+        str(load.total_blocks),
+        f"{hit:.0%}",
         f"{load.decode_tokens_per_s:.0f}",
     ]

@@ -176,10 +176,9 @@ def _connect(**options: Any) -> None:
 
 def _mute_death_notices() -> None:
     """Ray prints a paragraph on our terminal for each worker that dies, log_to_driver or not. We say it in one line."""
-    from ray._private import ray_logging
+    from ray._private import worker
 
-    for name, _ in list(ray_logging.global_worker_stdstream_dispatcher.handlers):
-        ray_logging.global_worker_stdstream_dispatcher.remove_handler(name)
+    worker._worker_logs_enabled = False
 
 
 def _cpus_needed(config: ClusterConfig) -> float:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.policy import Choice, GroupView, RequestFacts, choose, cost_ms, earliest_ms, ttft_ms
+from router.policy import Choice, GroupView, RequestFacts, choose, cost_ms, earliest_ms, ttft_ms, with_peers_rates
 
 RATES = st.one_of(st.just(0.0), st.floats(0.001, 1e7), st.just(math.inf), st.just(math.nan))
 COUNTS = st.integers(0, 10_000)
@@ -78,11 +78,16 @@ def test_the_choice_is_one_of_the_groups_and_near_the_best(
 ) -> None:
     choice = choose(request, groups, random.Random(seed))
     assert choice is not None
-    by_key = {group.key: group for group in groups}
-    best = min(cost_ms(request, group) for group in groups)
+    by_key = {group.key: group for group in with_peers_rates(groups)}
+    best = min(cost_ms(request, group) for group in by_key.values())
     assert cost_ms(request, by_key[choice.key]) <= best + max(5.0, 0.05 * best)
     assert choice.candidates == len(groups)
     assert choice.expected_cached_tokens <= request.prompt_tokens
+
+
+def test_an_untried_group_does_not_look_faster_than_the_one_that_holds_the_prompt() -> None:
+    slow_first_step = view("known", cached_tokens=32, prefill_tokens_per_s=150.0, step_ms=60.0)
+    assert chosen([slow_first_step, view("untried")], prompt_tokens=61).key == "known"
 
 
 def test_without_groups_there_is_no_choice() -> None:
