@@ -172,7 +172,7 @@ def test_nobody_there_is_an_error_and_no_hang() -> None:
 
 
 class Moody(inference_pb2_grpc.InferenceServicer):
-    """Ends calls with ``errors`` in turn (None: an answer), later ones well; ``late``: an error after the first event."""
+    """Ends calls with ``errors`` in turn (None: an answer), then well; ``late``: an error after the first event."""
 
     def __init__(self, *errors: QuireError | None, late: QuireError | None = None) -> None:
         self.errors = list(errors)
