@@ -134,6 +134,7 @@ class GroupLink:
         self._on_change = on_change
         self._clock = clock
         self._connected = False
+        self._answered = False  # since it connected, the group's engine has sent its snapshot
         self._was_connected = False
         self._retired = asyncio.Event()
         self._attempts: dict[tuple[str, int], Attempt] = {}
@@ -166,10 +167,14 @@ class GroupLink:
 
     @property
     def state(self) -> State:
-        """As this router sees it now."""
-        if self._connected:
+        """As this router sees it now.
+
+        A hello proves no more than that the leader's event loop runs. The snapshot comes from its step loop: until then
+        a group whose step loop is stuck would look fine each time it is connected to.
+        """
+        if self._connected and self._answered:
             return State.DRAINING if self.load.draining else State.SERVING
-        return State.LOST if self._was_connected else State.CONNECTING
+        return State.LOST if self._was_connected and not self._connected else State.CONNECTING
 
     @property
     def usable(self) -> bool:
@@ -249,6 +254,7 @@ class GroupLink:
         self._unseen.clear()
         self._outbox.clear()
         self._connected = self._was_connected = True
+        self._answered = False
         self._trouble = ""
         _log.info("%s at %s: connected", self.key, self.record.address)
         self._on_change()
@@ -312,9 +318,7 @@ class GroupLink:
         elif kind == "load":
             self._take_load(frame.load)
         elif kind == "cache":
-            if not self.index.apply(frame.cache):
-                _log.warning("%s: cache events were missed, asking for a snapshot", self.key)
-                self._send(worker_pb2.RouterFrame(snapshot=worker_pb2.SnapshotRequest()))
+            self._take_cache(frame.cache)
         else:
             raise ProtocolError(f"unexpected frame: {kind or 'unknown'}")
 
@@ -323,6 +327,14 @@ class GroupLink:
         for sequence in [sequence for sequence in self._unseen if sequence <= load.last_submit_sequence]:
             del self._unseen[sequence]
         if load.draining != was_draining:
+            self._on_change()
+
+    def _take_cache(self, events: worker_pb2.CacheEvents) -> None:
+        if not self.index.apply(events):
+            _log.warning("%s: cache events were missed, asking for a snapshot", self.key)
+            self._send(worker_pb2.RouterFrame(snapshot=worker_pb2.SnapshotRequest()))
+        if events.snapshot and not self._answered:
+            self._answered = True
             self._on_change()
 
     def _send(self, frame: worker_pb2.RouterFrame) -> None:

@@ -38,7 +38,6 @@ class RequestFacts:
     """What the choice depends on."""
 
     prompt_tokens: int
-    max_tokens: int
     last_group: str | None = None  # the key of the group that served this session last
 
 

@@ -116,7 +116,6 @@ class Relay:
         request, affinity = self.request, self._routing.affinity
         facts = RequestFacts(
             prompt_tokens=len(request.prompt),
-            max_tokens=request.sampling.max_tokens,
             last_group=affinity.get(request.tenant, request.session_id),
         )
         by_key = {link.key: link for link in links}

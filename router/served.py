@@ -77,6 +77,10 @@ class ServedModel:
             10 * len(ids), lambda: self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         )
 
+    async def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself."""
+        return await self._run(10 * len(ids), lambda: list(map(self.tokenizer.token_text, ids)))
+
     async def tokenizations(self, words: Sequence[str]) -> list[list[int]]:
         """The ways in which a text can hold these words: at its beginning and after a space. No one twice."""
         return await self._run(sum(map(len, words)), lambda: self._tokenizations(words))

@@ -70,7 +70,7 @@ class RouterServer:
 
     @property
     def active_requests(self) -> int:
-        """Streams in flight."""
+        """Streams and tokenizations in flight."""
         return self._service.admission.active
 
     async def start(self) -> None:
@@ -151,6 +151,9 @@ async def start_router(config: ClusterConfig) -> RouterServer:
     Groups may come later: until then streams wait a while, and health is red. Raises PortInUse, ConfigError,
     ModelLoadError.
     """
+    for value, field in ((config.worker_token, "worker_token"), (config.cluster_secret, "cluster_secret")):
+        _secret(value, field)
+    _required(config.redis, "redis")  # what is wrong here should not cost the time of loading first
     model = await ServedModel.load(config)
     server: RouterServer | None = None
     try:

@@ -106,13 +106,11 @@ class Service:
         await self._stream(context, tenant, parsed)
 
     async def _stream(self, context: Context, tenant: str, parsed: Parsed) -> None:
-        if self._draining:
-            raise Draining("this router is going down", retry_after_ms=200)
         now = asyncio.get_running_loop().time
         accepted_at = now()
         remaining_s = context.time_remaining()
         deadline = None if remaining_s is None else accepted_at + remaining_s
-        with self.admission.slot(tenant), Interrupt() as interrupt, self._interruptible(interrupt, deadline):
+        with self._slot(tenant), Interrupt() as interrupt, self._interruptible(interrupt, deadline):
             request = await self._complete(parsed, tenant)
             relay = Relay(request, self._routing, interrupt, deadline)
             answer = Answer(request, relay, self._model.tokenizer, accepted_at)
@@ -123,6 +121,14 @@ class Service:
                             await context.write(event)
                         if answer.done:
                             break
+
+    @contextlib.contextmanager
+    def _slot(self, tenant: str) -> Iterator[None]:
+        """Hold a place in this router. Raises Draining, Overloaded."""
+        if self._draining:
+            raise Draining("this router is going down", retry_after_ms=200)
+        with self.admission.slot(tenant):
+            yield
 
     @contextlib.contextmanager
     def _interruptible(self, interrupt: Interrupt, deadline: float | None) -> Iterator[None]:
@@ -164,9 +170,13 @@ class Service:
 
     # -- single answers ----------------------------------------------------------------------------------------------
 
-    async def tokenize(self, message: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
+    async def tokenize(self, tenant: str, message: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         """The Tokenize call."""
         self._model.check_name(message.model)
+        with self._slot(tenant):
+            return await self._tokenize(message)
+
+    async def _tokenize(self, message: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         kind = message.WhichOneof("input")
         if kind == "text":
             special = message.add_special_tokens if message.HasField("add_special_tokens") else True
@@ -175,7 +185,7 @@ class Service:
             ids = await self._tokenize_conversation(message.conversation)
         else:
             raise PromptEmpty("input: text or conversation must be set", field="input")
-        texts = [self._model.tokenizer.token_text(token_id) for token_id in ids] if message.with_text else []
+        texts = await self._model.token_texts(ids) if message.with_text else []
         return inference_pb2.TokenizeResponse(token_ids=ids, token_texts=texts, max_context_tokens=self._max_context())
 
     async def _tokenize_conversation(self, message: inference_pb2.Conversation) -> list[int]:
@@ -184,12 +194,15 @@ class Service:
         conversation = Conversation(messages=messages, variables={})
         return await self._model.render(conversation, add_generation_prompt=prompted)
 
-    async def detokenize(self, message: inference_pb2.DetokenizeRequest) -> inference_pb2.DetokenizeResponse:
+    async def detokenize(
+        self, tenant: str, message: inference_pb2.DetokenizeRequest
+    ) -> inference_pb2.DetokenizeResponse:
         """The Detokenize call."""
         self._model.check_name(message.model)
         validation.check_ids("token_ids", message.token_ids, self._model.vocab_size)
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
-        text = await self._model.decode(list(message.token_ids), skip_special_tokens=skip)
+        with self._slot(tenant):
+            text = await self._model.decode(list(message.token_ids), skip_special_tokens=skip)
         return inference_pb2.DetokenizeResponse(text=text)
 
     def model(self, name: str) -> inference_pb2.Model:
@@ -299,12 +312,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        return await self._service.call(context, lambda _: self._service.tokenize(request))
+        return await self._service.call(context, lambda tenant: self._service.tokenize(tenant, request))
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        return await self._service.call(context, lambda _: self._service.detokenize(request))
+        return await self._service.call(context, lambda tenant: self._service.detokenize(tenant, request))
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -129,11 +129,10 @@ def parse_messages(messages: Sequence[inference_pb2.ChatMessage], field: str) ->
     return tuple(parsed)
 
 
-def check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Raise InvalidRequest for the first id outside the vocabulary. (They are unsigned on the wire.)"""
-    for token_id in ids:
-        if token_id >= vocab_size:
-            raise InvalidRequest.of(field, token_id, f"must be a token id below {vocab_size}", limit=str(vocab_size))
+def check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
+    """Raise InvalidRequest for an id outside the vocabulary. (They are unsigned on the wire.)"""
+    if ids and (largest := max(ids)) >= vocab_size:
+        raise InvalidRequest.of(field, largest, f"must be token ids below {vocab_size}", limit=str(vocab_size))
 
 
 def _template_variables(text: str) -> Mapping[str, Any]:

@@ -424,6 +424,42 @@ async def test_health_follows_the_groups(here: tuple[str, str]) -> None:
         assert [await health(channel, service) for service in services] == ["NOT_SERVING"] * 3
 
 
+async def test_health_is_red_when_the_only_groups_step_loop_is_dead(here: tuple[str, str]) -> None:
+    async with world(*here) as running, running.channel() as channel:
+        stuck = running.client.generate("x", max_tokens=FOREVER)
+        await anext(stuck)
+        running.groups[0].freeze()  # a step that never ends; then no loads: so a leader says that its loop is stuck
+        await eventually(lambda: not running.router._groups.usable("m"), "it is given up")
+        for _ in range(5):  # and it stays so, though its port still answers
+            await asyncio.sleep(0.2)
+            assert await health(channel) == "NOT_SERVING"
+        [group] = (await running.client.cluster()).groups
+        assert group.state in (inference_pb2.Group.LOST, inference_pb2.Group.CONNECTING)
+        stuck.cancel()
+
+
+async def test_pings_during_a_long_prefill_are_no_abuse(here: tuple[str, str]) -> None:
+    async with world(*here) as running:
+        often = {"keepalive_time_ms": 200, "keepalive_permit_without_calls": 1, "http2.max_pings_without_data": 0}
+        async with running.channel(**{f"grpc.{name}": value for name, value in often.items()}) as channel:
+            stub: Any = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+            running.groups[0].engine.gate.clear()
+            options = RequestOptions()
+            options.sampling.max_tokens = 3
+            call = stub.Generate(GenerateRequest(text="x", options=options))
+            await asyncio.sleep(2.5)
+            running.groups[0].engine.gate.set()
+            assert [event.WhichOneof("event") async for event in call][-1] == "finished"
+
+
+async def test_messages_above_grpcs_own_limit_pass(here: tuple[str, str]) -> None:
+    async with world(*here, hello={"max_context_tokens": 1 << 22}, max_message_bytes=16 << 20) as running:
+        ids = [30_000] * 1_600_000  # three bytes each, beyond 4 MiB in both hops
+        answer = await ask(running, ids, max_tokens=2)
+        assert answer.tokens() == [SEED, SEED + 1]
+        assert len(running.groups[0].requests[0].prompt) == len(ids)
+
+
 # -- ends from outside -----------------------------------------------------------------------------------------------
 
 

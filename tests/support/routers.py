@@ -59,7 +59,7 @@ class World:
         return f"127.0.0.1:{self.router.port}"
 
     def channel(self, **options: int) -> grpc.aio.Channel:
-        """A plain channel; "grpc." is put before the options' names."""
+        """A plain channel of its own, with gRPC's options."""
         return grpc.aio.insecure_channel(
             self.address, options=[("grpc.use_local_subchannel_pool", 1), *options.items()]
         )

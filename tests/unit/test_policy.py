@@ -35,7 +35,7 @@ views = st.builds(
     sent_requests=COUNTS,
     sent_prefill_tokens=COUNTS,
 )
-facts = st.builds(RequestFacts, prompt_tokens=st.integers(1, 10_000), max_tokens=st.integers(1, 10_000))
+facts = st.builds(RequestFacts, prompt_tokens=st.integers(1, 10_000))
 
 
 def view(key: str, cached_tokens: int = 0, **counts: Any) -> GroupView:
@@ -43,9 +43,7 @@ def view(key: str, cached_tokens: int = 0, **counts: Any) -> GroupView:
 
 
 def chosen(groups: list[GroupView], seed: int = 0, **given_facts: Any) -> Choice:
-    choice = choose(
-        RequestFacts(**{"prompt_tokens": 400, "max_tokens": 100, **given_facts}), groups, random.Random(seed)
-    )
+    choice = choose(RequestFacts(**{"prompt_tokens": 400, **given_facts}), groups, random.Random(seed))
     assert choice is not None
     return choice
 
@@ -91,7 +89,7 @@ def test_an_untried_group_does_not_look_faster_than_the_one_that_holds_the_promp
 
 
 def test_without_groups_there_is_no_choice() -> None:
-    assert choose(RequestFacts(prompt_tokens=1, max_tokens=1), [], random.Random(0)) is None
+    assert choose(RequestFacts(prompt_tokens=1), [], random.Random(0)) is None
 
 
 def test_two_equal_idle_groups_share_the_load_at_random() -> None:
@@ -143,7 +141,7 @@ def test_decisions(groups: list[GroupView], last: str | None, key: str, decision
 
 
 def test_a_lower_bound_needs_a_measured_rate_and_counts_only_own_work() -> None:
-    request = RequestFacts(prompt_tokens=4000, max_tokens=1)
+    request = RequestFacts(prompt_tokens=4000)
     assert earliest_ms(request, view("a", waiting_prefill_tokens=10**6)) == 0
     assert earliest_ms(request, view("a", prefill_tokens_per_s=1000, waiting_prefill_tokens=10**6)) == 1000
     assert earliest_ms(request, view("a", cached_tokens=4000, prefill_tokens_per_s=1000)) < 1
