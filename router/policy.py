@@ -78,6 +78,8 @@ def choose(facts: RequestFacts, groups: Sequence[GroupView], rng: random.Random)
     """The group with the lowest cost; near-ties go to the session's last group, then at random. None without groups."""
     if not groups:
         return None
+    # Of what each group has measured itself: a peer's rate is a guess, and a guess refuses nobody.
+    earliest_ttft_ms = min(earliest_ms(facts, group) for group in groups)
     groups = with_peers_rates(groups)
     costs = {group.key: cost_ms(facts, group) for group in groups}
     best = min(costs.values())
@@ -94,7 +96,7 @@ def choose(facts: RequestFacts, groups: Sequence[GroupView], rng: random.Random)
     return Choice(
         key=chosen.key,
         predicted_ttft_ms=ttft_ms(facts, chosen),
-        earliest_ttft_ms=min(earliest_ms(facts, group) for group in groups),
+        earliest_ttft_ms=earliest_ttft_ms,
         expected_cached_tokens=min(chosen.cached_tokens, facts.prompt_tokens),
         candidates=len(groups),
         decision=decision,

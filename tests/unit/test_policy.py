@@ -145,3 +145,8 @@ def test_a_lower_bound_needs_a_measured_rate_and_counts_only_own_work() -> None:
     assert earliest_ms(request, view("a", waiting_prefill_tokens=10**6)) == 0
     assert earliest_ms(request, view("a", prefill_tokens_per_s=1000, waiting_prefill_tokens=10**6)) == 1000
     assert earliest_ms(request, view("a", cached_tokens=4000, prefill_tokens_per_s=1000)) < 1
+
+
+def test_a_borrowed_rate_refuses_nobody() -> None:
+    assert chosen([view("a", prefill_tokens_per_s=1.0), view("untried")]).earliest_ttft_ms == 0
+    assert chosen([view("a", prefill_tokens_per_s=1.0)]).earliest_ttft_ms > 0
