@@ -84,6 +84,10 @@ def idle(found: Cluster) -> bool:
     return bool(loads) and all(load.used_blocks == load.running_requests == 0 for load in loads)
 
 
+def known(found: Cluster) -> bool:
+    return all(group.indexed_blocks == group.load.cached_blocks > 0 for group in found.groups)
+
+
 @asynccontextmanager
 async def cluster(
     model: str, redis_server: RedisServer, folder: Path, count: int, **router: Any
@@ -139,9 +143,8 @@ async def test_many_at_once_equal_their_solo_runs_and_leave_no_page(
         assert [heard.text for heard in together] == [heard.text for heard in solo]
         assert all(heard.text for heard in solo)
         assert {heard.group for heard in together} == {"g0", "g1"}
-        found = await here.until(idle, "all pages are free")
+        found = await here.until(lambda found: idle(found) and known(found), "pages are free, and the index is theirs")
         assert all(group.load.pool_consistent for group in found.groups)
-        assert all(group.indexed_blocks == group.load.cached_blocks for group in found.groups)
 
 
 async def test_a_follow_up_in_a_session_finds_its_pages(model: str, redis_server: RedisServer, tmp_path: Path) -> None:
