@@ -28,7 +28,7 @@ class GroupBroke(RuntimeError):
 
 
 class PagedGroup:
-    """Pages of [num_blocks, block_tokens] (token, position). ``mask_empty``: seeds of requests that can draw nothing."""
+    """Pages of [num_blocks, block_tokens] (token, position). ``mask_empty``: seeds that can draw nothing."""
 
     def __init__(self, num_blocks: int, block_tokens: int, mask_empty: frozenset[int] = frozenset()) -> None:
         self.num_blocks = num_blocks

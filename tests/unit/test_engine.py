@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -371,10 +373,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def broken_step(self) -> None:
         self.group.broken = True
-        try:
+        with contextlib.suppress(GroupBroke):
             self.take(self.engine.step(self.now))
-        except GroupBroke:
-            pass
         self.group.broken = False
 
     @rule()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -37,7 +38,7 @@ from workers.scheduler import Scheduler
 
 def row_lengths(group: PagedGroup, step: int = -1) -> list[int]:
     starts = group.plans[step].row_starts.tolist()
-    return [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    return [stop - start for start, stop in pairwise(starts)]
 
 
 def first_draws(group: PagedGroup) -> list[int]:
