@@ -1,4 +1,4 @@
-"""A group that keeps pages as a real one does, with token ids in the place of KV: the oracle of the engine's bookkeeping.
+"""A group that keeps pages as a real one does, with token ids in place of KV: the oracle of the engine's bookkeeping.
 
 What a row draws is a hash of everything that is read back through its block table. A wrong page, a page that somebody
 else overwrote, a position off by one, a block that was shared before it was computed: each gives other tokens than
