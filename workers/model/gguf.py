@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from cluster.errors import ModelLoadError
+from cluster.gguf_header import read_tensors
 from workers.model.config import ModelConfig
-from workers.model.gguf_header import read_tensors
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {

@@ -1,16 +1,18 @@
-"""Where the tensors lie in a GGUF file (versions 2 and 3 of ggml's docs/gguf.md).
+"""What a GGUF file says of itself: metadata, and where its tensors lie (versions 2 and 3 of ggml's docs/gguf.md).
 
-The gguf package's own reader makes an object of every word of the vocabulary, seconds of each start; this one steps
-over the metadata, and holds every tensor's place against the file's size.
+The gguf package's own reader makes several arrays of every word of the vocabulary, seconds of each start, and that of
+transformers imports torch, which a router must not. This one holds every tensor's place against the file's size.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +23,12 @@ from cluster.errors import ModelLoadError
 _MAGIC = 0x46554747
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-_SIZES = {
-    GGUFValueType.UINT8: 1, GGUFValueType.INT8: 1, GGUFValueType.BOOL: 1, GGUFValueType.UINT16: 2,
-    GGUFValueType.INT16: 2, GGUFValueType.UINT32: 4, GGUFValueType.INT32: 4, GGUFValueType.FLOAT32: 4,
-    GGUFValueType.UINT64: 8, GGUFValueType.INT64: 8, GGUFValueType.FLOAT64: 8,
+_FORMATS = {
+    GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.BOOL: "?", GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h", GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.FLOAT32: "f",
+    GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q", GGUFValueType.FLOAT64: "d",
 }  # fmt: skip
+_SIZES = {kind: struct.calcsize(f"<{form}") for kind, form in _FORMATS.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,9 +43,20 @@ class Tensor:
 
 def read_tensors(path: Path) -> list[Tensor]:
     """Every tensor of the file. Raises ModelLoadError if the file is damaged or cut short."""
+    with _refusing(path):
+        return list(_Header(np.memmap(path, mode="r")).tensors())
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Every value before the tensors, arrays as lists. Raises ModelLoadError as ``read_tensors``."""
+    with _refusing(path):
+        return _Header(np.memmap(path, mode="r")).metadata()
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
     try:
-        content = np.memmap(path, mode="r")
-        return list(_Header(content).tensors())
+        yield
     except (OSError, ValueError, KeyError, OverflowError, struct.error) as error:
         raise ModelLoadError(f"{path}: not a whole GGUF file: {error}", path=path) from error
 
@@ -54,23 +68,31 @@ class _Header:
         self._content = content
         self._bytes = content.data
         self._at = 0
-
-    def tensors(self) -> Iterator[Tensor]:
-        """In the file's order, after the metadata."""
-        magic, version, tensor_count, value_count = self._take("<IIQQ")
+        magic, version, self._tensor_count, self._value_count = self._take("<IIQQ")
         if magic != _MAGIC:
             raise ValueError("it does not begin with GGUF's mark")
         if version not in _VERSIONS:
             raise ValueError(f"version {version}; served are {_VERSIONS}")
+
+    def metadata(self) -> dict[str, Any]:
+        """In the file's order. Call it once, or ``tensors``."""
+        found: dict[str, Any] = {}
+        for _ in range(self._value_count):
+            key = self._string()
+            found[key] = self._value(GGUFValueType(self._take("<I")[0]))
+        return found
+
+    def tensors(self) -> Iterator[Tensor]:
+        """In the file's order, after the metadata."""
         alignment = _DEFAULT_ALIGNMENT
-        for _ in range(value_count):
+        for _ in range(self._value_count):
             key, kind = self._string(), GGUFValueType(self._take("<I")[0])
             if key == "general.alignment":
                 alignment = struct.unpack_from("<I", self._bytes, self._at)[0]
             self._skip(kind)
         if alignment < 1:
             raise ValueError(f"general.alignment is {alignment}")
-        infos = [self._tensor_info() for _ in range(tensor_count)]
+        infos = [self._tensor_info() for _ in range(self._tensor_count)]
         if len({name for name, *_ in infos}) < len(infos):
             raise ValueError("two tensors have one name")
         start = -(-self._at // alignment) * alignment
@@ -96,7 +118,7 @@ class _Header:
             raise ValueError(f"tensor {name!r} ends at byte {end:,}, and the file has {len(self._content):,}")
         return self._content[start:end].reshape(rows)
 
-    def _take(self, form: str) -> tuple[int, ...]:
+    def _take(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from(form, self._bytes, self._at)
         self._at += struct.calcsize(form)
         return values
@@ -109,19 +131,37 @@ class _Header:
         self._at += length
         return found.decode()
 
+    def _value(self, kind: GGUFValueType) -> Any:
+        if kind == GGUFValueType.STRING:
+            return self._string()
+        if kind != GGUFValueType.ARRAY:
+            return self._take(f"<{_FORMATS[kind]}")[0]
+        inner, count = self._array()
+        if inner == GGUFValueType.STRING:
+            return [self._string() for _ in range(count)]
+        return list(self._take(f"<{count}{_FORMATS[inner]}"))
+
     def _skip(self, kind: GGUFValueType) -> None:
         if kind == GGUFValueType.STRING:
-            (length,) = self._take("<Q")
-            self._at += length
+            self._skip_string()
         elif kind == GGUFValueType.ARRAY:
-            inner, count = self._take("<IQ")
-            self._skip_array(GGUFValueType(inner), count)
+            inner, count = self._array()
+            if inner == GGUFValueType.STRING:
+                for _ in range(count):
+                    self._skip_string()
+            else:
+                self._at += count * _SIZES[inner]
         else:
             self._at += _SIZES[kind]
 
-    def _skip_array(self, kind: GGUFValueType, count: int) -> None:
-        if kind in _SIZES:
-            self._at += count * _SIZES[kind]
-            return
-        for _ in range(count):
-            self._skip(kind)
+    def _array(self) -> tuple[GGUFValueType, int]:
+        inner, count = self._take("<IQ")
+        if inner == GGUFValueType.ARRAY:
+            raise ValueError("an array of arrays")
+        if count > len(self._content) - self._at:
+            raise ValueError(f"an array of {count:,} values goes beyond its end")
+        return GGUFValueType(inner), count
+
+    def _skip_string(self) -> None:
+        (length,) = self._take("<Q")
+        self._at += length

@@ -1,0 +1,118 @@
+"""Text to token ids and back, and the chat template. No torch: a router serves text on hosts without it.
+
+Encoding and decoding go straight to the ``tokenizers`` backend, which any number of threads may use at once; the
+methods of transformers' classes change its truncation settings in each call, and fail when two do so together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import tokenizers
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+
+from cluster.errors import InvalidRequest, ModelLoadError
+from cluster.gguf_header import read_metadata
+from cluster.models import ModelFiles, hf_config
+
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+# What transformers' apply_chat_template takes besides variables of the template. A client must not set these: one of
+# them is the template.
+_RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
+    "tools",
+    "documents",
+}
+
+
+class Tokenizer:
+    """Of one model. Thread-safe."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        """Raises ModelLoadError."""
+        try:
+            self._outer = _from_gguf(files) if files.kind == "gguf" else _from_folder(files)
+        except ModelLoadError:
+            raise
+        except Exception as error:  # the readers of foreign files raise whatever they come upon
+            raise ModelLoadError(
+                f"{files.path}: its tokenizer cannot be read: {type(error).__name__}: {error}", path=files.path
+            ) from error
+        self._backend = cast(tokenizers.Tokenizer, self._outer.backend_tokenizer)
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
+        self.eos_token_ids: tuple[int, ...] = tuple(hf_config(files)["eos_token_id"])
+        self.bos_token_id: int | None = cast("int | None", self._outer.bos_token_id)
+        self.has_chat_template = bool(self._outer.chat_template)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Special tokens are added as the model's tokenizer is configured to, a BOS never twice."""
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id:
+            return ids[1:]  # the text had one already
+        return ids
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Token ids of a conversation. ``variables``: more for the template.
+
+        Raises InvalidRequest for a variable that is not the client's to set, and for what the template refuses.
+        """
+        for name in variables:
+            if name in _RESERVED:
+                raise InvalidRequest.of("template_variables_json", name, "is reserved; choose another name")
+        try:
+            text = self._outer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            reason = str(error)[:200]
+            raise InvalidRequest(f"messages: the chat template refuses them: {reason}", field="messages") from error
+        # Templates write their special tokens themselves.
+        return self.encode(cast(str, text), add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text. Ids that the tokenizer does not know, which padded vocabularies have, give nothing."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself; U+FFFD for a part of a character."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+
+def _from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
+    """As transformers makes it of ``gguf_file=``; its own reader would import torch."""
+    metadata = read_metadata(files.path)
+    groups = {
+        group: {ours: metadata[f"tokenizer.{key}"] for key, ours in keys.items() if f"tokenizer.{key}" in metadata}
+        for group, keys in GGUF_TOKENIZER_MAPPING.items()
+    }
+    vocabulary, settings = groups["tokenizer"], groups["tokenizer_config"]
+    if "tokens" not in vocabulary:
+        raise ModelLoadError(f"{files.path}: it holds no vocabulary (tokenizer.ggml.tokens)", path=files.path)
+    if vocabulary.get("tokenizer_type") == "llama":
+        settings.setdefault("add_bos_token", True)  # a sentencepiece vocabulary has it unless it says otherwise
+    backend, more = convert_gguf_tokenizer(metadata["general.architecture"], vocabulary)
+    for ours, theirs in _SPECIAL.items():
+        token_id = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+        settings[f"{ours}_token"] = None if token_id is None else vocabulary["tokens"][token_id]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
+
+
+def _from_folder(files: ModelFiles) -> PreTrainedTokenizerFast:
+    """tokenizer.json as it is. AutoTokenizer would import torch, and run a class of its own over the same file."""
+    if not (files.path / "tokenizer.json").is_file():
+        raise ModelLoadError(
+            f"{files.path}: no tokenizer.json; make one with transformers' AutoTokenizer and save_pretrained",
+            path=files.path,
+        )
+    return cast(PreTrainedTokenizerFast, PreTrainedTokenizerFast.from_pretrained(files.path, local_files_only=True))
