@@ -68,7 +68,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the ranks answer: for each Draw of the plan its token (or MASK_EMPTY), and logprobs where asked for."""
+    """What the ranks answer: for each Draw its token (or MASK_EMPTY, NOT_FINITE), and logprobs where asked for."""
 
     step: int
     tokens: tuple[int, ...]  # MASK_EMPTY where nothing could be drawn
@@ -78,3 +78,7 @@ class StepResult:
 
 
 MASK_EMPTY = -1
+"""In the place of a token: the masks left nothing that could be drawn."""
+
+NOT_FINITE = -2
+"""In the place of a token: the model's logits hold NaN or infinity, so there is no distribution."""

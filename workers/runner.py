@@ -16,8 +16,8 @@ from workers.attention.interface import Batch, Int64, KVPages, spell_out
 from workers.model import backend
 from workers.model.config import ModelConfig
 from workers.model.llama import Model
-from workers.plan import MASK_EMPTY, Draw, StepPlan, StepResult
-from workers.request import PositionLogprobs
+from workers.plan import Draw, StepPlan, StepResult
+from workers.request import PositionLogprobs, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class TokenSampler(Protocol):
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw]
     ) -> tuple[tuple[int, ...], tuple[PositionLogprobs | None, ...]]:
-        """``logits``: [S, vocab_size] in fp32, which may be overwritten. One token (or MASK_EMPTY) per draw."""
+        """``logits``: [S, vocab_size] in fp32, which may be overwritten. A token or a mark of workers.plan for each."""
         ...
 
 
@@ -94,10 +94,10 @@ class Runner:
             carried_from=np.full(2, NOT_CARRIED, np.int32),
             block_starts=np.arange(3, dtype=np.int32),
             blocks=np.zeros(2, np.int32),
-            draws=(),
+            draws=tuple(_any_draw(row, temperature) for row, temperature in enumerate((0.0, 1.0))),
             copies=np.zeros((0, 2), np.int32),
         )
-        self.model.forward(self._batch(plan), self.pages, self._backend)
+        self._sampler.sample(self.model.forward(self._batch(plan), self.pages, self._backend), plan.draws)
         for pages in (*self.pages.keys, *self.pages.values):
             pages[0].zero_()
         log.info("kernels: ready after %.1f s", time.perf_counter() - start)
@@ -118,9 +118,15 @@ class Runner:
                     row=row,
                 )
             token = self._drawn[source]
-            # A row whose masks left nothing ends one step late: what it computes meanwhile is thrown away.
-            token_ids[plan.row_starts[row + 1] - 1] = 0 if token == MASK_EMPTY else token
+            # A row that drew nothing ends one step late: what it computes meanwhile is thrown away.
+            token_ids[plan.row_starts[row + 1] - 1] = max(token, 0)
         return token_ids
+
+
+def _any_draw(row: int, temperature: float) -> Draw:
+    none = np.zeros(0, np.int32)
+    params = SamplingParams(max_tokens=1, seed=0, temperature=temperature)
+    return Draw(row, params, sample_index=0, prompt_tokens=none, output_tokens=none, allow_stop=True)
 
 
 def bytes_per_block(config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> int:

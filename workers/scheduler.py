@@ -20,17 +20,17 @@ from cluster.errors import DeadlineExceeded, MaskEmpty, QuireError
 from workers.admission import EngineSettings
 from workers.block_pool import BlockPool, InvariantViolation
 from workers.fair_queue import Fairness, FairQueue
-from workers.plan import MASK_EMPTY, Int32, StepPlan, StepResult
+from workers.plan import MASK_EMPTY, NOT_FINITE, Int32, StepPlan, StepResult
 from workers.prefix_cache import PrefixCache
 from workers.request import Failed, Output, PositionLogprobs, Request, RequestKey
 from workers.sequence import RequestState, Sequence
 
 
 class Row(NamedTuple):
-    """``count`` tokens of a sequence, computed in one step."""
+    """Tokens of a sequence that are computed in one step."""
 
     sequence: Sequence
-    count: int
+    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -226,10 +226,12 @@ class Scheduler:
         rows = self._land(plan.step)
         if result.step != plan.step or len(result.tokens) != len(plan.draws):
             raise InvariantViolation(f"step {plan.step} with {len(plan.draws)} draws was answered by {result}")
-        for sequence, count in rows:
+        broken = {draw.row for draw, token in zip(plan.draws, result.tokens, strict=True) if token == NOT_FINITE}
+        for index, (sequence, count) in enumerate(rows):
             if not sequence.finished:
                 sequence.num_computed += count
-                self._cache.publish(sequence)
+                if index not in broken:  # whatever made NaN must not be found by others
+                    self._cache.publish(sequence)
         for draw, token, logprobs in zip(plan.draws, result.tokens, result.logprobs, strict=True):
             self._append(rows[draw.row].sequence, token, logprobs)
 
@@ -254,6 +256,10 @@ class Scheduler:
         if token == MASK_EMPTY:
             message = f"sample {sequence.index}: no token is left to draw at output {len(sequence.outputs)}"
             self._fail(sequence.state, MaskEmpty(message, field="sampling", sample=sequence.index))
+            return
+        if token == NOT_FINITE:
+            message = f"sample {sequence.index}: the model gave NaN or infinity at output {len(sequence.outputs)}"
+            self._fail(sequence.state, QuireError(message))
             return
         sequence.outputs.extend((token,))
         self.totals.output_tokens += 1
@@ -361,7 +367,7 @@ def _build(step: int, rows: list[Row], block_tokens: int) -> StepPlan:
     stops = [sequence.num_computed + count for sequence, count in rows]
     tokens = [row.sequence.tokens(row.sequence.num_computed, stop) for row, stop in zip(rows, stops, strict=True)]
     tables = [row.sequence.table.view(0, -(-stop // block_tokens)) for row, stop in zip(rows, stops, strict=True)]
-    draws = [row.sequence.draw(index) for index, row in enumerate(rows) if row.count == row.sequence.num_missing]
+    draws = [row.sequence.draw(index) for index, row in enumerate(rows) if row.num_tokens == row.sequence.num_missing]
     return StepPlan(
         step=step,
         token_ids=np.concatenate(tokens),

@@ -53,6 +53,12 @@ def helper(function: F) -> F:
     return compiled
 
 
+def precise_helper(function: F) -> F:
+    """As ``helper``, in strict floating point: what is compared with a threshold must not depend on the vectorizer."""
+    compiled: F = numba.njit(nogil=True, error_model="numpy")(function)
+    return compiled
+
+
 @helper
 def exp32(x: Any) -> Any:
     """e**x in fp32 to 2 units in the last place, x held between -87 and 88; no call, so that a loop becomes vectors.
