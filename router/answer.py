@@ -146,7 +146,10 @@ class Answer:
         if not ended:
             return None
         self._preemptions = max(self._preemptions, delta.finished.usage.preemptions)
-        sample.text.append(sample.detokenizer.flush().text)
+        last = sample.detokenizer.flush()
+        sample.text.append(last.text)
+        if last.stopped is not None:  # in text that was held back until now
+            return inference_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP, stop=last.stopped)
         finished = inference_pb2.Finished(reason=delta.finished.reason)
         if by_token:
             finished.stop_token_id = delta.finished.stop_token_id

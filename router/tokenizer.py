@@ -7,10 +7,12 @@ methods of transformers' classes change its truncation settings in each call, an
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import tokenizers
+import tokenizers.decoders
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
@@ -49,6 +51,9 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = tuple(hf_config(files)["eos_token_id"])
         self.bos_token_id: int | None = cast("int | None", self._outer.bos_token_id)
         self.has_chat_template = bool(self._outer.chat_template)
+        self.is_byte_level = isinstance(self._backend.decoder, tokenizers.decoders.ByteLevel)
+        added = self._backend.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens are added as the model's tokenizer is configured to, a BOS never twice."""
@@ -87,6 +92,43 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself; U+FFFD for a part of a character."""
         return self.decode([token_id], skip_special_tokens=False)
+
+    # -- what incremental decoding needs to know of a token --
+
+    def is_known(self, token_id: int) -> bool:
+        """Whether decoding sees it; padded vocabularies have ids that it does not."""
+        return self._backend.id_to_token(token_id) is not None
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether ``skip_special_tokens`` leaves it out."""
+        return token_id in self._special
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether it is a byte-fallback token, which stands for a part of a character."""
+        return _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "") is not None
+
+    def byte_value(self, token_id: int) -> int:
+        """Of a byte-fallback token, 0 to 255."""
+        return int((self._backend.id_to_token(token_id) or "")[3:5], 16)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Of a byte-level vocabulary's token; empty for an unknown id."""
+        token = self._backend.id_to_token(token_id) or ""
+        try:
+            return bytes(_BYTES[character] for character in token)
+        except KeyError:  # an added token, which is spelled as it is
+            return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes as printable characters: itself where it is one, else the next beyond U+00FF."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def _from_gguf(files: ModelFiles) -> PreTrainedTokenizerFast:
