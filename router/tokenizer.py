@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import tokenizers
 import tokenizers.decoders
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
 
@@ -79,11 +78,11 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            reason = str(error)[:200]
+            # Templates write their special tokens themselves. One that writes half a surrogate pair cannot be encoded.
+            return self.encode(cast(str, text), add_special_tokens=False)
+        except Exception as error:  # a template is a program of the model's, and raises what it likes
+            reason = str(error)[:200] or type(error).__name__
             raise InvalidRequest(f"messages: the chat template refuses them: {reason}", field="messages") from error
-        # Templates write their special tokens themselves.
-        return self.encode(cast(str, text), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text. Ids that the tokenizer does not know, which padded vocabularies have, give nothing."""
