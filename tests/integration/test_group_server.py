@@ -239,6 +239,7 @@ async def test_a_newer_attempt_replaces_the_older_one_and_keeps_it_silent() -> N
         assert last_of_old < first_of_new
         assert router.end("a", 1) is None
         await router.submit("b", max_tokens=FOREVER, attempt=5)
+        await router.wait(lambda: router.tokens("b", 5), "tokens of the newer try")
         await router.submit("b", attempt=4)
         assert (await router.finish("b", 4)).failed.reason == "INVALID_FIELD"
         assert [key.attempt for key in running.engine.requests] == [5]
