@@ -92,8 +92,9 @@ def _from_hub(model: str) -> Path:
     cached = _cached_snapshot(model)
     if cached is not None:
         return cached
-    # The library's own calls wait for ever for a hub that takes the connection and says nothing.
-    huggingface_hub.get_session().timeout = _HUB_TIMEOUT_S
+    hooks = huggingface_hub.get_session().event_hooks["request"]
+    if _bound_wait not in hooks:
+        hooks.append(_bound_wait)
     try:
         folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES, etag_timeout=_HUB_TIMEOUT_S))
     except HfHubHTTPError as error:
@@ -107,6 +108,13 @@ def _from_hub(model: str) -> Path:
     if not _holds_a_model(folder):
         raise _hub_error(model, f"it has no config.json with *.safetensors in {folder}")
     return folder
+
+
+def _bound_wait(request: Any) -> None:
+    """A hook of the hub's HTTP client, whose calls ask for no timeout: a hub that goes silent would hang them."""
+    asked = request.extensions.get("timeout") or {}
+    parts = ("connect", "read", "write", "pool")
+    request.extensions["timeout"] = {part: asked.get(part) or _HUB_TIMEOUT_S for part in parts}
 
 
 def _cached_snapshot(model: str) -> Path | None:
