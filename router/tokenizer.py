@@ -49,6 +49,8 @@ class Tokenizer:
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids: tuple[int, ...] = tuple(hf_config(files)["eos_token_id"])
         self.bos_token_id: int | None = cast("int | None", self._outer.bos_token_id)
+        # Where the tokenizer adds none, a text that begins with two has them from its author.
+        self._adds_bos = self.bos_token_id is not None and self._backend.encode("").ids[:1] == [self.bos_token_id]
         self.has_chat_template = bool(self._outer.chat_template)
         self.is_byte_level = isinstance(self._backend.decoder, tokenizers.decoders.ByteLevel)
         added = self._backend.get_added_tokens_decoder()
@@ -57,7 +59,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens are added as the model's tokenizer is configured to, a BOS never twice."""
         ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id:
+        if add_special_tokens and self._adds_bos and ids[1:2] == [self.bos_token_id]:
             return ids[1:]  # the text had one already
         return ids
 

@@ -186,9 +186,14 @@ def test_a_bos_comes_once_whoever_writes_it(tmp_path: Path) -> None:
     made = _with_bos(tmp_path / "m", "{{ bos_token }}{% for m in messages %} {{ m.content }}{% endfor %}")
     assert made.encode("hello world") == [0, 3, 4]
     assert made.encode("<s> hello world") == [0, 3, 4]
+    assert made.encode("hello <s> <s>") == [0, 3, 0, 0]
     assert made.encode("hello", add_special_tokens=False) == [3]
     assert made.encode("") == made.encode("<s>") == [0]
     assert made.apply_chat_template([{"role": "user", "content": "hello"}]) == [0, 3]
+
+
+def test_a_tokenizer_that_adds_no_bos_takes_none_away() -> None:
+    assert tokenizer().encode("<|im_start|><|im_start|>user") == [1, 1, *tokenizer().encode("user")]
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------
