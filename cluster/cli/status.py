@@ -67,7 +67,7 @@ def table(cluster: Cluster) -> Table:
     grid = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for heading in ("group", "state"):
         grid.add_column(heading, no_wrap=True)
-    for heading in ("running", "waiting", "pages used", "cached", "of", "prompt hit", "tok/s"):
+    for heading in ("run", "wait", "pages", "cached", "of", "hit", "tok/s"):
         grid.add_column(heading, justify="right", no_wrap=True)
     for group in sorted(cluster.groups, key=lambda group: group.group_id):
         grid.add_row(*_cells(group))
