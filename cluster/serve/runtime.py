@@ -24,6 +24,7 @@ from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview
 
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, DependencyUnreachable, QuireError
+from cluster.reaper import reaped
 from cluster.serve import failures
 from cluster.serve.app import APP_NAME, SUPERVISOR_CPUS, application
 from cluster.serve.group import START_TIMEOUT_S, rank_bundle
@@ -69,7 +70,7 @@ def ray_cluster(config: ClusterConfig) -> Iterator[None]:
             ray.shutdown()
         return
     folder = Path(tempfile.mkdtemp(prefix="quire-", dir=_short_temp_dir()))
-    with _removed_at_end(folder), _Descendants() as descendants:
+    with _removed_at_end(folder), reaped(folder), _Descendants() as descendants:
         # Not a token more of CPU than there is, except where the bookkeeping of many small groups would not fit.
         cpus = max(os.cpu_count() or 1, math.ceil(_cpus_needed(config)))
         _connect(

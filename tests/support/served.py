@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -52,10 +52,8 @@ class Served:
 
     def descendants(self) -> set[psutil.Process]:
         """Every process below it that has ever been seen here."""
-        try:
+        with suppress(psutil.NoSuchProcess):
             self._seen |= set(psutil.Process(self.process.pid).children(recursive=True))
-        except psutil.NoSuchProcess:
-            pass
         return self._seen
 
     def find(self, text: str) -> psutil.Process:
