@@ -310,7 +310,7 @@ class AsyncStream:
             received = False
             try:
                 # Not ``async for``: cancelling that would leave the call running.
-                while (event := await self._call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                while (event := await self._call.read()) is not grpc.aio.EOF:
                     received = True
                     yield event
                 return

@@ -63,7 +63,7 @@ class RouterServer:
             rng=random.Random(),
         )
         self._service = Service(router, model, routing, Authenticator(router.api_keys_file))
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health = health.aio.HealthServicer()
         self._health_news = asyncio.Event()
         self._health_task: asyncio.Task[None] | None = None
         self._server: grpc.aio.Server = grpc.aio.server(options=_server_options(router))

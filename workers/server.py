@@ -72,7 +72,7 @@ class GroupServer:
             max_waiting=hello.max_waiting,
             set_up=set_up_thread,
         )
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server = grpc.aio.server(options=WORKER_SERVER_OPTIONS)
         self._beating: asyncio.Task[None] | None = None
 
