@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from importlib.metadata import version
 
 import typer
 
-from cluster.cli import chat, configuration, demo, fetch, generate, key, serve, status, terminal
+from cluster.cli import chat, configuration, demo, fetch, generate, key, plan, serve, status, terminal
 from cluster.errors import QuireError
 
 app = typer.Typer(
@@ -20,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for module in (serve, chat, generate, status, fetch, demo, key, configuration):
+for module in (serve, chat, generate, status, fetch, demo, plan, key, configuration):
     module.register(app)
 
 
@@ -48,7 +47,4 @@ def run(arguments: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `quire ... | head`: the reader left, which is no error of ours
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
     return 0
