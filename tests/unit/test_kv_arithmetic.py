@@ -119,7 +119,7 @@ def test_plan_prints_one_gibibyte_from_sizes_alone(capsys: pytest.CaptureFixture
         "--batch",
         "1",
     ]
-    assert run(flags) == 0
+    assert run(["plan", *flags]) == 0
     printed = capsys.readouterr().out
     assert "KV cache of 1 × 2,048 tokens: 1.00 GiB" in printed
     assert "MHA (this model)" in printed

@@ -1,0 +1,6 @@
+"""placeholder"""
+
+import typer
+
+
+def register(group: typer.Typer) -> None: ...
