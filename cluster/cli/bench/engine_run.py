@@ -159,7 +159,8 @@ def single(items: Sequence[Item], max_context_tokens: int) -> list[Item]:
 
 def prompts_only(items: Sequence[Item]) -> list[Item]:
     """The first prompts of all, up to some tokens, each with a single token of output."""
-    chosen, tokens = [], 0
+    chosen: list[Item] = []
+    tokens = 0
     for item in items:
         if chosen and tokens + len(item.token_ids) > PREFILL_TOKENS:
             break
