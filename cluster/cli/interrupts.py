@@ -3,6 +3,10 @@
 The first one unwinds the program: every context manager ends what it began, streams drain. A second one, during that,
 cuts the cleanup step that runs short; the others still follow, and what is left is killed. Later ones are ignored, so
 that an impatient user cannot leave processes behind.
+
+A library's compiled code is not written for exceptions that appear from nowhere: raised inside Ray, this one became a
+SystemError, and once a segmentation fault. So around Ray signals are held: they are counted, and ``check`` or
+``check_again``, called wherever we wait, raise instead.
 """
 
 from __future__ import annotations
@@ -25,15 +29,47 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._count = 0
+        self._are_held = False
 
     def install(self) -> None:
         """Take the signals. Call it again after ray.init, which takes SIGTERM for itself."""
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
 
+    def check(self) -> None:
+        """Raise Interrupted when a signal has come. For waits of the work, not of the cleanup."""
+        if self._count:
+            raise Interrupted
+
+    def check_again(self) -> None:
+        """Raise Interrupted when a second signal has come. For waits of the cleanup."""
+        if self._count >= _MAX_RAISES:
+            raise Interrupted
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within the block a signal is only counted. Nothing is raised at its end: that may be amid a cleanup."""
+        with self._set_held(True):
+            yield
+
+    @contextlib.contextmanager
+    def let_through(self) -> Iterator[None]:
+        """Within a block that holds signals, a block that does not."""
+        with self._set_held(False):
+            self.check()
+            yield
+
+    @contextlib.contextmanager
+    def _set_held(self, held: bool) -> Iterator[None]:
+        before, self._are_held = self._are_held, held
+        try:
+            yield
+        finally:
+            self._are_held = before
+
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._count += 1
-        if self._count <= _MAX_RAISES:
+        if self._count <= _MAX_RAISES and not self._are_held:
             raise Interrupted
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
-import secrets
 from pathlib import Path
 from typing import Annotated
 
@@ -34,14 +31,13 @@ def key(
 
       QUIRE_API_KEY=quire_... quire chat --once "Hello"
     """
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", tenant):
-        raise ConfigError(f"tenant: 1 to 64 letters, digits, '-', '_' or '.'; got {tenant!r}", field="tenant")
-    secret = f"quire_{secrets.token_urlsafe(32)}"
-    line = f"{tenant} {hashlib.sha256(secret.encode()).hexdigest()}\n"
+    from router.auth import make_key
+
+    secret, line = make_key(tenant)
     try:
         # Not for other users: a hash is not the key, but who has which tenant's is nobody's business.
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as keys:
-            keys.write(line)
+            keys.write(line + "\n")
     except OSError as error:
         raise ConfigError(f"--file {file}: {error.strerror or error}", field="file") from error
     terminal.out.print(secret, markup=False)

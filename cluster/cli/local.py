@@ -30,26 +30,39 @@ class Serving:
 def local_cluster(config: ClusterConfig, interrupts: Interrupts) -> Iterator[Serving]:
     """Start everything, yield when a client can be answered, end everything. Raises QuireError."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(interrupts.held())  # until all has ended
         with Steps() as steps:
+            config = preflight.check(config, steps.begin, interrupts)
+            interrupts.check()
+            if config.redis is None:
+                config = _with_redis(config, stack, steps)
             serving = _start(config, interrupts, stack, steps)
-        yield serving
+        with interrupts.let_through():
+            yield serving
+
+
+def _with_redis(config: ClusterConfig, stack: contextlib.ExitStack, steps: Steps) -> ClusterConfig:
+    from cluster.lifecycle import EmbeddedRedis
+
+    steps.begin("redis, embedded")
+    return config.model_copy(update={"redis": stack.enter_context(EmbeddedRedis()).url})
 
 
 def _start(config: ClusterConfig, interrupts: Interrupts, stack: contextlib.ExitStack, steps: Steps) -> Serving:
-    config = preflight.check(config, steps.begin)
-    if config.redis is None:
-        from cluster.lifecycle import EmbeddedRedis
-
-        steps.begin("redis, embedded")
-        config = config.model_copy(update={"redis": stack.enter_context(EmbeddedRedis()).url})
     steps.begin("ray")
     environment.prepare()
     from cluster.serve import runtime
 
     stack.enter_context(runtime.ray_cluster(config))
     interrupts.install()
+    interrupts.check()
     steps.begin(f"{_count(config.groups, 'group')} and {_count(config.routers, 'router')}")
-    routers = stack.enter_context(runtime.deployed(config, lambda progress: steps.detail(describe(progress))))
+
+    def on_progress(progress: Progress) -> None:
+        interrupts.check()
+        steps.detail(describe(progress))
+
+    routers = stack.enter_context(runtime.deployed(config, on_progress, interrupts.check_again))
     return Serving(config, tuple(join_host_port(router["host"], router["port"]) for router in routers))
 
 

@@ -10,13 +10,14 @@ from collections.abc import Callable
 
 import psutil
 
+from cluster.cli.interrupts import Interrupts
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, OutOfMemory, PortInUse
 from cluster.lifecycle import free_port
 from cluster.rpc import join_host_port
 
 
-def check(config: ClusterConfig, say: Callable[[str], None]) -> ClusterConfig:
+def check(config: ClusterConfig, say: Callable[[str], None], interrupts: Interrupts) -> ClusterConfig:
     """Raise the QuireError that this start would end in; return the configuration with a port chosen.
 
     ``say`` is told what is being looked at. With one router, port 0 becomes a number here, so that a router that is
@@ -30,7 +31,7 @@ def check(config: ClusterConfig, say: Callable[[str], None]) -> ClusterConfig:
 
         say(f"redis {mask_url(config.redis)}")
         asyncio.run(ping(config.redis))
-    weights_bytes = _check_model(config, say)
+    weights_bytes = _check_model(config, say, interrupts)
     _check_memory(config, weights_bytes)
     return config
 
@@ -62,13 +63,16 @@ def check_port(host: str, port: int) -> None:
         raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", field="router.host") from error
 
 
-def _check_model(config: ClusterConfig, say: Callable[[str], None]) -> int:
-    """Fetch the model where needed, read its configuration; returns the bytes of its weights' files."""
+def _check_model(config: ClusterConfig, say: Callable[[str], None], interrupts: Interrupts) -> int:
+    """Fetch the model where needed, read all but its weights; returns the bytes of its weights' files."""
     from cluster import models
+    from router.tokenizer import Tokenizer
 
     say(f"model {config.model}")
-    files = models.resolve(config.model, name=config.model_name)
+    with interrupts.let_through():  # a download may take long; the rest is quick
+        files = models.resolve(config.model, name=config.model_name)
     models.hf_config(files)
+    Tokenizer(files)  # a damaged one is found in a second here; a replica would take a dozen to say so
     paths = [files.path] if files.path.is_file() else sorted(files.path.glob("*.safetensors"))
     return sum(os.path.getsize(path) for path in paths)
 

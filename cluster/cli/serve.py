@@ -13,6 +13,7 @@ from cluster.cli import terminal
 from cluster.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cluster.cli.interrupts import Interrupts
     from cluster.cli.local import Serving
 
 _WATCH_S = 1.0
@@ -88,7 +89,7 @@ def serve(
     settings = load(config, overrides)
     with interruptible() as interrupts, local_cluster(settings, interrupts) as serving:
         _announce(serving)
-        _watch(serving)
+        _watch(serving, interrupts)
     terminal.err.print("stopped")
 
 
@@ -100,7 +101,7 @@ def _announce(serving: Serving) -> None:
     terminal.err.print(f"chat with it: quire chat --address {first}    Ctrl-C ends it", markup=False)
 
 
-def _watch(serving: Serving) -> None:
+def _watch(serving: Serving, interrupts: Interrupts) -> None:
     """Say when a replica is lost and when it is back, until a signal unwinds this."""
     from cluster.cli.local import describe
     from cluster.serve import runtime
@@ -108,7 +109,9 @@ def _watch(serving: Serving) -> None:
     complete = True
     while True:
         time.sleep(_WATCH_S)
-        now = runtime.progress(serving.config)
+        with interrupts.held():
+            now = runtime.progress(serving.config)
+        interrupts.check()
         if now.complete != complete:
             complete = now.complete
             state = "all back" if complete else "something was lost and is being replaced"

@@ -34,6 +34,7 @@ OBJECT_STORE_BYTES = 100 << 20
 
 _POLL_S = 0.2
 _CALL_TIMEOUT_S = 30.0
+_END_MARGIN_S = 30.0
 _LONGEST_TEMP_DIR = 40
 """Ray puts Unix sockets below its folder, and their paths may have 107 bytes."""
 
@@ -88,11 +89,14 @@ def ray_cluster(config: ClusterConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def deployed(config: ClusterConfig, on_progress: Callable[[Progress], None]) -> Iterator[list[dict[str, Any]]]:
+def deployed(
+    config: ClusterConfig, on_progress: Callable[[Progress], None], on_end: Callable[[], None]
+) -> Iterator[list[dict[str, Any]]]:
     """The application for the time of the block; yields each router's facts (host, port, pid).
 
     Raises the QuireError that a replica could not start with, or one that says what Serve waits for at the timeout.
-    At the end streams are drained and the application is removed.
+    At the end streams are drained and the application is removed. ``on_progress`` and ``on_end`` are called again and
+    again while the start and the end are waited for; what they raise ends the wait.
     """
     if APP_NAME in serve.status().applications:
         raise ConfigError(f"an application named {APP_NAME!r} runs on this Ray already; `serve shutdown` ends it")
@@ -103,8 +107,8 @@ def deployed(config: ClusterConfig, on_progress: Callable[[Progress], None]) -> 
         _wait_until_running(config, on_progress)
         yield router_facts()
     finally:
-        # Serve drains each replica in its __del__ and bounds that itself; this waits a little longer than it may take.
-        serve.delete(APP_NAME)
+        serve.delete(APP_NAME, _blocking=False)  # blocking, it gives up after 60 s, however long a drain may take
+        _wait_until_gone(config, on_end)
 
 
 def progress(config: ClusterConfig) -> Progress:
@@ -160,6 +164,14 @@ def _wait_until_running(config: ClusterConfig, on_progress: Callable[[Progress],
                 f"only {now.groups} of {now.groups_wanted} groups and {now.routers} of {now.routers_wanted} routers "
                 f"started in {START_TIMEOUT_S:.0f} s: {now.detail or 'no reason given by Ray Serve'}"
             )
+        time.sleep(_POLL_S)
+
+
+def _wait_until_gone(config: ClusterConfig, on_end: Callable[[], None]) -> None:
+    """Serve drains each replica in its __del__ and bounds that itself; this waits a little longer than it may take."""
+    give_up = time.monotonic() + max(config.worker.drain_s, config.router.drain_s) + _END_MARGIN_S
+    while APP_NAME in serve.status().applications and time.monotonic() < give_up:
+        on_end()
         time.sleep(_POLL_S)
 
 

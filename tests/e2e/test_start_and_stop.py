@@ -103,7 +103,9 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
 # -- ends ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_a_signal_drains_and_leaves_nothing(small: list[str], tmp_path: Path, number: signal.Signals) -> None:
     with serving(tmp_path, *small) as served, served.client() as client:
         stream = client.generate("a", max_tokens=400, ignore_eos=True, timeout_s=120.0)
