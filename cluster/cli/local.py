@@ -32,7 +32,7 @@ def local_cluster(config: ClusterConfig, interrupts: Interrupts) -> Iterator[Ser
     with contextlib.ExitStack() as stack:
         stack.enter_context(interrupts.held())  # until all has ended
         with Steps() as steps:
-            config = preflight.check(config, steps.begin, interrupts)
+            config = preflight.check(config, steps, interrupts)
             interrupts.check()
             if config.redis is None:
                 config = _with_redis(config, stack, steps)

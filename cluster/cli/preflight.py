@@ -6,22 +6,22 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable
 
 import psutil
 
 from cluster.cli.interrupts import Interrupts
+from cluster.cli.terminal import Steps
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, OutOfMemory, PortInUse
 from cluster.lifecycle import free_port
 from cluster.rpc import join_host_port
 
 
-def check(config: ClusterConfig, say: Callable[[str], None], interrupts: Interrupts) -> ClusterConfig:
+def check(config: ClusterConfig, steps: Steps, interrupts: Interrupts) -> ClusterConfig:
     """Raise the QuireError that this start would end in; return the configuration with a port chosen.
 
-    ``say`` is told what is being looked at. With one router, port 0 becomes a number here, so that a router that is
-    replaced comes back where its clients look for it.
+    With one router, port 0 becomes a number here, so that a router that is replaced comes back where its clients look
+    for it.
     """
     config = _with_port(config)
     if config.router.api_keys_file is not None and not config.router.api_keys_file.is_file():
@@ -29,9 +29,9 @@ def check(config: ClusterConfig, say: Callable[[str], None], interrupts: Interru
     if config.redis is not None:
         from cluster.membership import mask_url, ping
 
-        say(f"redis {mask_url(config.redis)}")
+        steps.begin(f"redis {mask_url(config.redis)}")
         asyncio.run(ping(config.redis))
-    weights_bytes = _check_model(config, say, interrupts)
+    weights_bytes = _check_model(config, steps, interrupts)
     _check_memory(config, weights_bytes)
     return config
 
@@ -63,14 +63,17 @@ def check_port(host: str, port: int) -> None:
         raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", field="router.host") from error
 
 
-def _check_model(config: ClusterConfig, say: Callable[[str], None], interrupts: Interrupts) -> int:
+def _check_model(config: ClusterConfig, steps: Steps, interrupts: Interrupts) -> int:
     """Fetch the model where needed, read all but its weights; returns the bytes of its weights' files."""
     from cluster import models
     from router.tokenizer import Tokenizer
 
-    say(f"model {config.model}")
+    def on_progress(done: int, total: int) -> None:
+        steps.detail(f"model {config.model}: fetched {done / 1e6:.0f} of {total / 1e6:.0f} MB")
+
+    steps.begin(f"model {config.model}")
     with interrupts.let_through():  # a download may take long; the rest is quick
-        files = models.resolve(config.model, name=config.model_name)
+        files = models.resolve(config.model, name=config.model_name, progress=on_progress)
     models.hf_config(files)
     Tokenizer(files)  # a damaged one is found in a second here; a replica would take a dozen to say so
     paths = [files.path] if files.path.is_file() else sorted(files.path.glob("*.safetensors"))
