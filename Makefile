@@ -47,9 +47,10 @@ protos: setup ## regenerate cluster/pb from proto/
 	$(BIN)/python -m grpc_tools.protoc -I cluster/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. \
 		proto/common.proto proto/inference.proto proto/worker.proto
 
-bench: setup ## the shared offline workload through the engine, as ratios
+bench: setup ## classical results as ratios on our own engine: tables and plots in bench-results/
 	$(BIN)/quire fetch smollm2-135m
-	$(BIN)/python tests/bench/throughput.py
+	$(BIN)/python -m tests.bench.run --out bench-results
+	$(BIN)/quire bench engine --json > bench-results/engine.json
 
 clean: ## remove the environment and caches (models stay in the cache folder)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
