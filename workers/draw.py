@@ -4,7 +4,8 @@ The noise of a token is a hash of (seed, sample index, position, token id) and o
 token alone and in any batch, before and after preemption, on any rank. Gumbel-max: Maddison et al., "A* Sampling"
 (NeurIPS 2014), section 2; the hash is the finalizer of SplitMix64 (Steele et al., OOPSLA 2014), applied in a chain.
 
-Every order is by logit, equal logits by the lower token id. Arithmetic is in float64, on one thread per row.
+Every order is by logit, equal logits by the lower token id. top-k and top-p keep a prefix of that order, which is found
+without sorting: see ``_border``. Arithmetic is in float64, on one thread per row.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ _BROKEN = NOT_FINITE
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _LOG2E_ROUNDED_DOWN = 1.4426
-_FIRST_SPAN = 8.0  # natural log units below the largest logit in which the kept tokens are looked for first
+_HOPELESS = -42.0  # noise lies between -3.7 and 36.8: a token this far below the first is never drawn
+_WEIGHTLESS = -60.0  # e**-60 of a whole vocabulary is less than the rounding of a sum that is at least 1
+_SPAN = 8.0  # natural log units below the first token in which the border is looked for first
+_DIGIT = 11  # bits of an order number that are looked at at once
+_BLOCK = 256  # logits that are compared at once
 
 
 def stream_key(seed: int, sample_index: int, position: int) -> int:
@@ -35,7 +40,7 @@ def stream_key(seed: int, sample_index: int, position: int) -> int:
 
 def gumbel(key: int, token_id: int) -> float:
     """The noise of one token; what the kernels compute."""
-    v = ((_MASK >> 11) - (_mix_int(key + (token_id + 1) * _GOLDEN) >> 11) + 0.5) * 2.0**-53
+    v = ((_MASK >> 12) - (_mix_int(key + (token_id + 1) * _GOLDEN) >> 12) + 0.5) * 2.0**-52
     return -math.log(-math.log1p(-v))
 
 
@@ -48,50 +53,168 @@ def _mix_int(z: int) -> int:
 
 @precise_helper
 def _word(key: Any, token_id: Any) -> Any:
-    """53 hashed bits w; the uniform number is u = 1 - (w + 0.5) / 2**53, which is never 0 or 1."""
+    """52 hashed bits w; the uniform number is u = 1 - (w + 0.5) / 2**52, in which nothing rounds to 0 or 1."""
     z = key + np.uint64(token_id + 1) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z = z ^ (z >> np.uint64(31))
-    return np.uint64(0x1FFFFFFFFFFFFF) - (z >> np.uint64(11))
+    return np.uint64(0xFFFFFFFFFFFFF) - (z >> np.uint64(12))
 
 
 @precise_helper
 def _noise(word: Any) -> Any:
     """Gumbel noise, -log(-log u)."""
-    return -math.log(-math.log1p(-(float(word) + 0.5) * 2.0**-53))
+    return -math.log(-math.log1p(-(float(word) + 0.5) * 2.0**-52))
 
 
 @precise_helper
 def _peak(row: Any) -> Any:
     """The token with the largest logit; _EMPTY when all are -inf, _BROKEN when one is NaN or +inf."""
-    best = -np.inf
+    best = np.float32(-np.inf)
     at: Any = np.int64(_EMPTY)
-    broken = np.int64(0)
-    for token_id in range(row.shape[0]):
-        value = row[token_id]
-        broken += np.int64(not value < np.inf)
-        if value > best:
-            best = value
-            at = token_id
-    return np.int64(_BROKEN) if broken else at
+    for start in range(0, row.shape[0], _BLOCK):
+        end = min(start + _BLOCK, row.shape[0])
+        # Counts become vector instructions; the search for the place, a block that seldom holds a new best.
+        notable = np.int32(0)
+        for token_id in range(start, end):
+            notable += np.int32(not row[token_id] <= best)
+        if notable:
+            for token_id in range(start, end):
+                if not row[token_id] < np.inf:
+                    return np.int64(_BROKEN)
+                if row[token_id] > best:
+                    best = row[token_id]
+                    at = token_id
+    return at
 
 
 @precise_helper
-def _draw_all(row: Any, temperature: Any, key: Any, peak: Any) -> Any:
-    """Over the whole row. A token's noise is computed only where it could win: -log(1-u) bounds it from above."""
+def _order(logit: Any) -> Any:
+    """A whole number below 2**32 that orders finite fp32 logits as they order themselves."""
+    bits = np.int64(np.float32(logit).view(np.int32))  # a sign and a magnitude: -0.0 is 0.0
+    return np.int64(0x80000000) + (bits if bits >= 0 else -(bits & np.int64(0x7FFFFFFF)))
+
+
+@precise_helper
+def _border(row: Any, weights: Any, target: Any) -> Any:
+    """The smallest prefix of the order whose weights reach ``target``, as (number, ties).
+
+    It holds every token whose order number is larger, and of those that have this number the first ``ties``. A radix
+    selection: the number is found digit by digit, from sums of weights by digit. All, if the target is out of reach.
+    """
+    border = np.int64(0)
+    reached = 0.0
+    for shift in (22, 11, 0):
+        sums = np.zeros(1 << _DIGIT)
+        for token_id in range(row.shape[0]):
+            if weights[token_id] > 0.0:
+                number = _order(row[token_id])
+                if number >> (shift + _DIGIT) == border:
+                    sums[(number >> shift) & ((1 << _DIGIT) - 1)] += weights[token_id]
+        digit = (1 << _DIGIT) - 1
+        while digit > 0 and reached + sums[digit] < target:
+            reached += sums[digit]
+            digit -= 1
+        border = (border << _DIGIT) | digit
+    ties = 0
+    for token_id in range(row.shape[0]):
+        if reached < target and weights[token_id] > 0.0 and _order(row[token_id]) == border:
+            reached += weights[token_id]
+            ties += 1
+    return border, ties
+
+
+@precise_helper
+def _inside(logit: Any, seen: Any, border: Any, ties: Any) -> Any:
+    """Whether a prefix holds it, and whether (0 or 1) it stands on the border, where ``seen`` stood before it."""
+    if border < 0:
+        return True, 0
+    number = _order(logit)
+    return number > border or (number == border and seen < ties), int(number == border)
+
+
+@precise_helper
+def _weigh(row: Any, top: Any, temperature: Any, border: Any, ties: Any, weights: Any) -> Any:
+    """Probabilities (not normalized) of a prefix into ``weights``, 0 outside; returns their sum."""
+    total = 0.0
+    seen = 0
+    for token_id in range(row.shape[0]):
+        weights[token_id] = 0.0
+        x = (float(row[token_id]) - top) / temperature
+        if x < _WEIGHTLESS:
+            continue
+        inside, tie = _inside(row[token_id], seen, border, ties)
+        seen += tie
+        if inside:
+            weights[token_id] = math.exp(x)
+            total += weights[token_id]
+    return total
+
+
+@precise_helper
+def _limits(row: Any, top: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
+    """The prefix that top-k and then top-p leave, as (number, ties)."""
+    border, ties = np.int64(-1), 0
+    weights = np.empty(row.shape[0])
+    if 0 < top_k < row.shape[0]:
+        for token_id in range(row.shape[0]):
+            weights[token_id] = 1.0 if row[token_id] > -np.inf else 0.0
+        border, ties = _border_above(row, weights, float(top_k), top - _SPAN)
+    if top_p < 1.0:
+        target = top_p * _weigh(row, top, temperature, border, ties, weights)
+        number, count = _border_above(row, weights, target, top - _SPAN * temperature)
+        # Rounding may put top_p of the sum out of reach; the prefix must not grow by that.
+        if number > border or (number == border and count < ties):
+            return number, count
+    return border, ties
+
+
+@precise_helper
+def _border_above(row: Any, weights: Any, target: Any, cut: Any) -> Any:
+    """``_border``, which looks only at the logits above ``cut`` if they suffice: a few hundred of a vocabulary."""
+    count: Any = 0
+    reached = 0.0
+    for token_id in range(row.shape[0]):
+        if row[token_id] >= cut:
+            count += 1
+            reached += weights[token_id]
+    if reached < target:
+        return _border(row, weights, target)
+    logits, heavy = np.empty(count, np.float32), np.empty(count)
+    at = 0
+    for token_id in range(row.shape[0]):
+        if row[token_id] >= cut:
+            logits[at] = row[token_id]
+            heavy[at] = weights[token_id]
+            at += 1
+    return _border(logits, heavy, target)
+
+
+@precise_helper
+def _draw_within(row: Any, peak: Any, temperature: Any, min_p: Any, key: Any, border: Any, ties: Any) -> Any:
+    """In a prefix, among tokens at least ``min_p`` times as likely as the first.
+
+    A token's noise is computed only where it could win: -log(1-u) bounds it from above.
+    """
     top = float(row[peak])
+    floor = max(math.log(min_p), _HOPELESS) if min_p > 0.0 else _HOPELESS
+    slack = 1e-6 * (1.0 + abs(top) - floor * temperature)
+    cut = np.float32(top + floor * temperature - slack)  # spares most tokens the division
     best = _noise(_word(key, peak))
     at = peak
+    seen = 0
     for token_id in range(row.shape[0]):
-        value = row[token_id]
-        if value == -np.inf or token_id == peak:
+        if row[token_id] < cut or row[token_id] == -np.inf:
             continue
-        x = (float(value) - top) / temperature
+        x = (float(row[token_id]) - top) / temperature
+        inside, tie = _inside(row[token_id], seen, border, ties)
+        seen += tie
+        if not inside or x < floor or token_id == peak:
+            continue
         word = _word(key, token_id)
         bits = int(min((best - x) * _LOG2E_ROUNDED_DOWN, 60.0))
         # 1 - u >= 2**-bits gives noise <= best - x.
-        if bits > 0 and (bits >= 54 or word >> np.uint64(max(53 - bits, 0)) != np.uint64(0)):
+        if bits > 0 and (bits >= 53 or word >> np.uint64(max(52 - bits, 0)) != np.uint64(0)):
             continue
         score = x + _noise(word)
         if score > best or (score == best and token_id < at):
@@ -101,105 +224,14 @@ def _draw_all(row: Any, temperature: Any, key: Any, peak: Any) -> Any:
 
 
 @precise_helper
-def _above(row: Any, cut: Any) -> Any:
-    """Token ids with logits of at least ``cut``, largest first."""
-    count: Any = 0
-    for token_id in range(row.shape[0]):
-        count += np.int64(row[token_id] >= cut)
-    ids: Any = np.empty(count, np.int64)
-    negated = np.empty(count, np.float64)
-    at = 0
-    for token_id in range(row.shape[0]):
-        if row[token_id] >= cut:
-            ids[at] = token_id
-            negated[at] = -float(row[token_id])
-            at += 1
-    return ids[np.argsort(negated, kind="mergesort")]  # stable: equal ones stay in order of their ids
-
-
-@precise_helper
-def _largest(row: Any, top: Any, k: Any) -> Any:
-    """The k tokens with the largest logits (fewer where fewer are possible), largest first."""
-    span = _FIRST_SPAN
-    while True:
-        cut = top - span if span < 1e4 else -1.7e308
-        ids = _above(row, cut)
-        if ids.shape[0] >= k or cut == -1.7e308:
-            return ids[:k]
-        span *= 4.0
-
-
-@precise_helper
-def _nucleus(row: Any, top: Any, temperature: Any, top_p: Any) -> Any:
-    """The smallest set, of the whole row, whose probability reaches ``top_p``, largest first."""
-    total = 0.0
-    for token_id in range(row.shape[0]):
-        total += math.exp((float(row[token_id]) - top) / temperature)
-    span = _FIRST_SPAN
-    while True:
-        cut = top - span * temperature if span < 1e4 else -1.7e308
-        ids = _above(row, cut)
-        kept = _prefix(row, ids, top, temperature, top_p * total)
-        if kept < ids.shape[0] or cut == -1.7e308:
-            return ids[:kept]
-        span *= 4.0
-
-
-@precise_helper
-def _prefix(row: Any, ids: Any, top: Any, temperature: Any, mass: Any) -> Any:
-    """How many of the sorted tokens it takes to reach ``mass`` (not normalized); all when they do not."""
-    reached = 0.0
-    for i in range(ids.shape[0]):
-        reached += math.exp((float(row[ids[i]]) - top) / temperature)
-        if reached >= mass:
-            return i + 1
-    return ids.shape[0]
-
-
-@precise_helper
-def _kept(row: Any, top: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
-    """What top-k and then top-p leave, largest first."""
-    if top_k <= 0 or top_k >= row.shape[0]:
-        return _nucleus(row, top, temperature, top_p)
-    ids = _largest(row, top, top_k)
-    if top_p >= 1.0:
-        return ids
-    total = 0.0
-    for i in range(ids.shape[0]):
-        total += math.exp((float(row[ids[i]]) - top) / temperature)
-    return ids[: _prefix(row, ids, top, temperature, top_p * total)]
-
-
-@precise_helper
-def _draw_among(row: Any, ids: Any, top: Any, temperature: Any, min_p: Any, key: Any) -> Any:
-    """Among sorted tokens, as far as they are at least ``min_p`` times as likely as the first."""
-    best = -np.inf
-    at = ids[0]
-    floor = math.log(min_p) if min_p > 0.0 else -np.inf
-    for i in range(ids.shape[0]):
-        x = (float(row[ids[i]]) - top) / temperature
-        if x < floor:
-            break
-        score = x + _noise(_word(key, ids[i]))
-        if score > best or (score == best and ids[i] < at):
-            best = score
-            at = ids[i]
-    return at
-
-
-@precise_helper
 def _draw_row(row: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, key: Any) -> Any:
     peak = _peak(row)
     if peak < 0 or temperature <= 0.0 or top_k == 1:
         return peak
-    top = float(row[peak])
-    limited = 0 < top_k < row.shape[0] or top_p < 1.0
-    if limited:
-        return _draw_among(row, _kept(row, top, temperature, top_k, top_p), top, temperature, min_p, key)
-    if min_p > 0.0:
-        ids = _above(row, top + math.log(min_p) * temperature - 1e-6 * (1.0 + abs(top)))
-        return _draw_among(row, ids, top, temperature, min_p, key)
-    return _draw_all(row, temperature, key, peak)
+    border, ties = np.int64(-1), 0
+    if 0 < top_k < row.shape[0] or top_p < 1.0:
+        border, ties = _limits(row, float(row[peak]), temperature, top_k, top_p)
+    return _draw_within(row, peak, temperature, min_p, key, border, ties)
 
 
 @kernel

@@ -125,7 +125,7 @@ class Runner:
 
 def _any_draw(row: int, temperature: float) -> Draw:
     none = np.zeros(0, np.int32)
-    params = SamplingParams(max_tokens=1, seed=0, temperature=temperature)
+    params = SamplingParams(max_tokens=1, seed=0, temperature=temperature, logprobs=1)
     return Draw(row, params, sample_index=0, prompt_tokens=none, output_tokens=none, allow_stop=True)
 
 

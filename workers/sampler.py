@@ -1,4 +1,4 @@
-"""From logits to tokens: masks, penalties and logprobs here, the draw in workers/draw.py.
+"""From logits to tokens: masks and penalties here, the draw in workers/draw.py, logprobs in workers/logprobs.py.
 
 The order is that of proto/common.proto: raw logits (logprobs are of these) → logit_bias → allowed / bad token masks →
 repetition, presence, frequency penalties → min_tokens mask → temperature → top_k → top_p → min_p → draw.
@@ -14,13 +14,14 @@ import numpy.typing as npt
 import torch
 
 from workers.draw import draw_rows, stream_key
+from workers.logprobs import position_logprobs
 from workers.plan import Draw, Int32
-from workers.request import Logprob, PositionLogprobs, SamplingParams
+from workers.request import PositionLogprobs, SamplingParams
 
+Rows: TypeAlias = npt.NDArray[np.float32]
 Row: TypeAlias = npt.NDArray[np.float32]
 
-_LEAST_LOGPROB = float(np.finfo(np.float32).min)
-"""A probability of 0, for wires that know no infinity."""
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class Sampler:
@@ -40,18 +41,18 @@ class Sampler:
         """
         # Drawn on the CPU for every device: the rows are few, and the noise must be the same to the last bit.
         values = logits[:, : self._vocab_size].cpu().numpy()
-        raw = {i: values[i].copy() for i, draw in enumerate(draws) if draw.params.logprobs is not None}
+        asked = [i for i, draw in enumerate(draws) if draw.params.logprobs is not None]
+        raw = values[asked]  # a copy, before anything is overwritten
         for row, draw in zip(values, draws, strict=True):
-            self._edit(row, draw)
+            if _is_edited(draw):
+                self._edit(row, draw)
         tokens = tuple(_draw(values, draws).tolist())
-        told = tuple(
-            _logprobs(raw[i], token, draw.params.logprobs or 0) if i in raw and token >= 0 else None
-            for i, (token, draw) in enumerate(zip(tokens, draws, strict=True))
-        )
-        return tokens, told
+        return tokens, _told(raw, asked, tokens, draws)
 
     def _edit(self, row: Row, draw: Draw) -> None:
         """All that comes before the temperature, in place."""
+        if not row.max() < np.inf:
+            return  # no mask may hide what is not finite from the draw
         params = draw.params
         if params.logit_bias:
             ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
@@ -64,6 +65,19 @@ class Sampler:
         _penalize(row, draw)
         if not draw.allow_stop:
             row[[*params.stop_token_ids, *(() if params.ignore_eos else self._eos)]] = -np.inf
+
+
+def _is_edited(draw: Draw) -> bool:
+    params = draw.params
+    return bool(
+        not draw.allow_stop
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_token_sequences
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+    )
 
 
 def _keep_only(row: Row, ids: npt.NDArray[np.int64]) -> None:
@@ -84,15 +98,19 @@ def _penalize(row: Row, draw: Draw) -> None:
     """
     params: SamplingParams = draw.params
     if params.repetition_penalty != 1.0:
-        seen = np.unique(np.concatenate((draw.prompt_tokens, draw.output_tokens)))
-        values = row[seen]
-        row[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        present = np.zeros(len(row), np.bool_)  # marks, since sorting a long prompt would cost more than the draw
+        present[draw.prompt_tokens] = True
+        present[draw.output_tokens] = True
+        seen = np.flatnonzero(present & (row > -np.inf))
+        values = row[seen].astype(np.float64)
+        values = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        row[seen] = values.clip(-_LARGEST, _LARGEST)  # an extreme penalty neither masks nor breaks the row
     if (params.presence_penalty or params.frequency_penalty) and len(draw.output_tokens):
         ids, counts = np.unique(draw.output_tokens, return_counts=True)
         row[ids] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
 
 
-def _draw(values: npt.NDArray[np.float32], draws: Sequence[Draw]) -> npt.NDArray[np.int64]:
+def _draw(values: Rows, draws: Sequence[Draw]) -> npt.NDArray[np.int64]:
     params = [draw.params for draw in draws]
     keys = [stream_key(draw.params.seed, draw.sample_index, draw.position) for draw in draws]
     tokens = np.empty(len(draws), np.int64)
@@ -108,27 +126,14 @@ def _draw(values: npt.NDArray[np.float32], draws: Sequence[Draw]) -> npt.NDArray
     return tokens
 
 
-def _logprobs(raw: Row, token: int, top: int) -> PositionLogprobs:
-    """Of the raw distribution, by log-softmax in float64; equal logits rank by the lower id."""
-    logits = raw.astype(np.float64)
-    peak = logits.max()
-    normalizer = peak + np.log(np.exp(logits - peak).sum())
-    best = _largest(logits, top)
-
-    def entry(token_id: int) -> Logprob:
-        value = logits[token_id]
-        rank = 1 + int((logits > value).sum()) + int((logits[:token_id] == value).sum())
-        return Logprob(token_id, max(float(value - normalizer), _LEAST_LOGPROB), rank)
-
-    return PositionLogprobs(entry(token), tuple(map(entry, best)))
-
-
-def _largest(logits: npt.NDArray[np.float64], count: int) -> list[int]:
-    """Ids of the ``count`` largest, largest first."""
-    if count < 1:
-        return []
-    # What is picked among those that tie at the border is arbitrary: take all of them, sort, and keep the first.
-    border = np.partition(logits, -count)[-count] if count < len(logits) else -np.inf
-    ids = np.flatnonzero(logits >= border)
-    found: list[int] = ids[np.argsort(-logits[ids], kind="stable")][:count].tolist()
-    return found
+def _told(
+    raw: Rows, asked: Sequence[int], tokens: Sequence[int], draws: Sequence[Draw]
+) -> tuple[PositionLogprobs | None, ...]:
+    """The logprobs of each draw, None where none were asked for or nothing was drawn; raw[j] is of draw asked[j]."""
+    told: list[PositionLogprobs | None] = [None] * len(draws)
+    drawn = [j for j, i in enumerate(asked) if tokens[i] >= 0]
+    rows = [asked[j] for j in drawn]
+    found = position_logprobs(raw[drawn], [tokens[i] for i in rows], [draws[i].params.logprobs or 0 for i in rows])
+    for i, position in zip(rows, found, strict=True):
+        told[i] = position
+    return tuple(told)
