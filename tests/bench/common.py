@@ -19,6 +19,7 @@ from cluster.config import EngineConfig
 from cluster.models import resolve
 from workers.engine import Engine
 from workers.offline import Offline, load_offline
+from workers.plan import StepPlan, StepResult
 from workers.request import Failed, Output, Request, RequestKey, SamplingParams
 
 WORKLOADS = Path(__file__).parent / "workloads"
@@ -39,6 +40,18 @@ class Result:
     note: str
     plot: Plot
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+class NoModel:
+    """Answers every draw with the same token."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """In no time."""
+        count = len(plan.draws)
+        return StepResult(plan.step, (11,) * count, (None,) * count, forward_s=0.0, sample_s=0.0)
 
 
 def workload(name: str) -> dict[str, Any]:

@@ -12,10 +12,9 @@ from typing import Any
 
 from cluster.cli.bench import engine_run
 from cluster.cli.bench.workload import VOCAB, Item, built_in
-from tests.bench.common import Result, workload
+from tests.bench.common import NoModel, Result, workload
 from workers.engine import Engine, EngineSettings
 from workers.offline import ExecutedStep, ObservedGroup, Offline
-from workers.plan import StepPlan, StepResult
 
 PAGE_TOKENS = 16
 
@@ -60,18 +59,6 @@ def measure() -> Result:
         plot=plot,
         settings=settings,
     )
-
-
-class NoModel:
-    """Answers every draw with the same token."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """In no time."""
-        count = len(plan.draws)
-        return StepResult(plan.step, (11,) * count, (None,) * count, forward_s=0.0, sample_s=0.0)
 
 
 def _measure(items: list[Item], block_tokens: int, pool_tokens: int, context: int) -> tuple[float, float]:
