@@ -104,21 +104,7 @@ def test_sizes_that_are_none(text: str) -> None:
 
 
 def test_plan_prints_one_gibibyte_from_sizes_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [
-        "plan",
-        "--layers",
-        "32",
-        "--heads",
-        "32",
-        "--head-dim",
-        "128",
-        "--tokens",
-        "2048",
-        "--dtype",
-        "fp16",
-        "--batch",
-        "1",
-    ]
+    flags = ["--layers=32", "--heads=32", "--head-dim=128", "--tokens=2048", "--dtype=fp16", "--batch=1"]
     assert run(["plan", *flags]) == 0
     printed = capsys.readouterr().out
     assert "KV cache of 1 × 2,048 tokens: 1.00 GiB" in printed
