@@ -128,6 +128,7 @@ class GroupLink:
         self.load = common_pb2.GroupLoad()
         self.index = BlockIndex(config.index_blocks)
         self.last_frame = float("-inf")
+        self._last_step = 0.0  # when the group was last seen to step
         self._token = token
         self._router_id = router_id
         self._config = config
@@ -323,6 +324,8 @@ class GroupLink:
             raise ProtocolError(f"unexpected frame: {kind or 'unknown'}")
 
     def _take_load(self, load: common_pb2.GroupLoad) -> None:
+        if load.steps != self.load.steps or load.running_requests:
+            self._last_step = self._clock()
         was_draining, self.load = self.load.draining, load
         for sequence in [sequence for sequence in self._unseen if sequence <= load.last_submit_sequence]:
             del self._unseen[sequence]
@@ -393,6 +396,7 @@ class GroupLink:
             mean_output_tokens=load.output_tokens / load.requests_finished if load.requests_finished else 0.0,
             sent_requests=len(self._unseen),
             sent_prefill_tokens=sum(self._unseen.values()),
+            idle_s=self._clock() - self._last_step if load.steps else 0.0,
         )
 
 

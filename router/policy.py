@@ -29,6 +29,10 @@ DECODE_WEIGHT = 0.05
 """How much a neighbour's waiting counts against one's own: prefill delays each running sequence, and each further
 sequence makes every step a little longer."""
 
+STALE_S = 30.0
+"""What a group measured before it idled for this long counts for a third, its peers' rates for the rest: a group that
+was slow once would otherwise never be tried again, and so never be seen to have recovered."""
+
 LOWER_BOUND_SPEEDUP = 4.0
 """No group prefills this many times faster than its own average: what even then comes too late is surely too late."""
 
@@ -60,6 +64,7 @@ class GroupView:
     mean_output_tokens: float = 0.0
     sent_requests: int = 0
     sent_prefill_tokens: int = 0
+    idle_s: float = 0.0  # since its last step
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +109,27 @@ def choose(facts: RequestFacts, groups: Sequence[GroupView], rng: random.Random)
 
 
 def with_peers_rates(groups: Sequence[GroupView]) -> list[GroupView]:
-    """Each rate that a group has not measured replaced by the mean of those who have."""
-    means = {}
-    for name in ("prefill_tokens_per_s", "decode_tokens_per_s", "step_ms", "mean_output_tokens"):
-        known = [value for group in groups if _measured(value := getattr(group, name))]
-        if known:
-            means[name] = sum(known) / len(known)
-    return [
-        replace(group, **{name: mean for name, mean in means.items() if not _measured(getattr(group, name))})
-        for group in groups
-    ]
+    """Each rate that a group has not measured replaced by its peers' mean; a stale one moved towards that."""
+    return [_with_rates_of(group, [other for other in groups if other is not group]) for group in groups]
+
+
+def _with_rates_of(group: GroupView, peers: Sequence[GroupView]) -> GroupView:
+    trust = math.exp(-max(0.0, group.idle_s) / STALE_S)
+
+    def mixed(own: float, theirs: list[float]) -> float:
+        known = [value for value in theirs if _measured(value)]
+        if not known:
+            return own
+        mean = sum(known) / len(known)
+        return trust * own + (1 - trust) * mean if _measured(own) else mean
+
+    return replace(
+        group,
+        prefill_tokens_per_s=mixed(group.prefill_tokens_per_s, [peer.prefill_tokens_per_s for peer in peers]),
+        decode_tokens_per_s=mixed(group.decode_tokens_per_s, [peer.decode_tokens_per_s for peer in peers]),
+        step_ms=mixed(group.step_ms, [peer.step_ms for peer in peers]),
+        mean_output_tokens=mixed(group.mean_output_tokens, [peer.mean_output_tokens for peer in peers]),
+    )
 
 
 def cost_ms(facts: RequestFacts, group: GroupView) -> float:

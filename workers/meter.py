@@ -7,6 +7,9 @@ from workers.plan import StepPlan, StepResult
 _WEIGHT = 0.1
 """Of the newest step: the average follows a change within some twenty steps."""
 
+_REPRESENTATIVE_TOKENS = 64
+"""A prefill of fewer tokens takes as long as any step: it says nothing about the rate."""
+
 _RETRY_MS = (50, 60_000)
 _RETRY_UNMEASURED_MS = 1000
 
@@ -30,9 +33,9 @@ class Meter:
         self.step_ms = _average(self.step_ms, 1e3 * seconds)
         draws, tokens = len(plan.draws), plan.num_tokens
         # A mixed step's time cannot be divided fairly: it counts for what most of its tokens were.
-        if tokens >= 2 * draws:
+        if tokens >= max(2 * draws, _REPRESENTATIVE_TOKENS):
             self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, tokens / seconds)
-        else:
+        elif tokens < 2 * draws:
             self.decode_tokens_per_s = _average(self.decode_tokens_per_s, draws / seconds)
         self._record_ends(seconds, requests_finished)
 

@@ -232,7 +232,7 @@ def test_load_counts_what_is_there() -> None:
     load = engine.load()
     assert (load.waiting_requests, load.running_requests, load.waiting_prefill_tokens) == (1, 1, 4 - 1 + 10)
     assert (load.used_blocks, load.free_blocks, load.total_blocks, load.steps) == (3, 17, 20, 1)
-    assert load.prefill_tokens_per_s == pytest.approx(8 / 0.011)
+    assert load.prefill_tokens_per_s == 0.0, "eight tokens are too few to tell"
     run_to_end(engine)
     load = engine.load()
     assert (load.requests_finished, load.prompt_tokens, load.output_tokens) == (2, 22, 6)

@@ -34,6 +34,7 @@ views = st.builds(
     mean_output_tokens=RATES,
     sent_requests=COUNTS,
     sent_prefill_tokens=COUNTS,
+    idle_s=st.floats(0, 1e6),
 )
 facts = st.builds(RequestFacts, prompt_tokens=st.integers(1, 10_000))
 
@@ -150,3 +151,19 @@ def test_a_lower_bound_needs_a_measured_rate_and_counts_only_own_work() -> None:
 def test_a_borrowed_rate_refuses_nobody() -> None:
     assert chosen([view("a", prefill_tokens_per_s=1.0), view("untried")]).earliest_ttft_ms == 0
     assert chosen([view("a", prefill_tokens_per_s=1.0)]).earliest_ttft_ms > 0
+
+
+def test_a_group_that_was_slow_once_is_tried_again() -> None:
+    """Else it could never be seen to have recovered."""
+    fast = view("fast", prefill_tokens_per_s=1000.0, step_ms=10.0, running_requests=6)
+    slow = view("slow", prefill_tokens_per_s=50.0, step_ms=40.0)
+    assert {chosen([fast, slow], seed).key for seed in range(20)} == {"fast"}
+    assert "slow" in {chosen([fast, replace(slow, idle_s=120.0)], seed).key for seed in range(20)}
+
+
+def test_stale_rates_stay_between_what_was_measured() -> None:
+    for idle_s in (0.0, 10.0, 1e9):
+        group = replace(view("a", prefill_tokens_per_s=100.0), idle_s=idle_s)
+        rates = [one.prefill_tokens_per_s for one in with_peers_rates([group, view("b", prefill_tokens_per_s=900.0)])]
+        assert 100.0 <= rates[0] <= 900.0
+        assert rates[1] == 900.0
