@@ -15,40 +15,31 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.errors import (
     ContextExceeded,
-    DeadlineExceeded,
-    Draining,
     FieldNotSupported,
     InvalidRequest,
     MessageTooLarge,
     MethodNotSupported,
     ModelNotFound,
-    NoGroup,
-    Overloaded,
-    PortInUse,
     PromptEmpty,
     QuireError,
-    SlowConsumer,
     Unauthenticated,
     from_rpc_error,
 )
 from cluster.pb import inference_pb2, inference_pb2_grpc
 from cluster.pb.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Constraint
-from cluster.pb.inference_pb2 import GenerateEvent, GenerateRequest, RequestOptions
+from cluster.pb.inference_pb2 import GenerateRequest, RequestOptions
 from router.auth import make_key
 from router.client import AsyncClient, RetryPolicy
-from tests.support.ports import occupied_port
 from tests.support.redis import RedisServer, running_redis
-from tests.support.routers import VOCAB_SIZE, World, running_router, tokenizer, world
+from tests.support.routers import SEED, VOCAB_SIZE, tokenizer, world
 from tests.support.scripted_group import eventually
 
 ONCE = RetryPolicy(attempts=1)
 FOREVER = 1_000_000
-SEED = 5000
 _NAMES = itertools.count()
 
 
@@ -62,27 +53,6 @@ def redis_server() -> Iterator[RedisServer]:
 def here(redis_server: RedisServer) -> tuple[str, str]:
     """Redis, and a cluster name of the test's own."""
     return redis_server.url, f"s{next(_NAMES)}"
-
-
-class Answer:
-    """Everything that came over one stream."""
-
-    def __init__(self, events: list[GenerateEvent]) -> None:
-        self.kinds = [event.WhichOneof("event") for event in events]
-        self.started = next((event.started for event in events if event.HasField("started")), None)
-        self.deltas = [event.delta for event in events if event.HasField("delta")]
-        self.finished = [event.finished for event in events if event.HasField("finished")]
-
-    def text(self, index: int = 0) -> str:
-        return "".join(delta.text for delta in self.deltas if delta.index == index)
-
-    def tokens(self, index: int = 0) -> list[int]:
-        return [token for delta in self.deltas if delta.index == index for token in delta.token_ids]
-
-
-async def ask(running: World, prompt: Any = "Hello", **options: Any) -> Answer:
-    stream = running.client.generate(prompt, **{"seed": SEED, "max_tokens": 20, "timeout_s": 60.0, **options})
-    return Answer([event async for event in stream])
 
 
 # -- what a good request gets ----------------------------------------------------------------------------------------
@@ -388,12 +358,6 @@ async def test_keys(here: tuple[str, str], tmp_path: Path) -> None:
             assert "quire.v1.Inference" in await reflected(channel)
 
 
-async def health(channel: grpc.aio.Channel, service: str = "") -> str:
-    stub = health_pb2_grpc.HealthStub(channel)
-    response = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
-
-
 async def reflected(channel: grpc.aio.Channel) -> list[str]:
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10)
@@ -458,159 +422,3 @@ async def test_messages_above_grpcs_own_limit_pass(here: tuple[str, str]) -> Non
         answer = await ask(running, ids, max_tokens=2)
         assert answer.tokens() == [SEED, SEED + 1]
         assert len(running.groups[0].requests[0].prompt) == len(ids)
-
-
-# -- ends from outside -----------------------------------------------------------------------------------------------
-
-
-async def test_a_cancelled_stream_frees_its_group(here: tuple[str, str]) -> None:
-    async with world(*here) as running:
-        async with running.client.generate("x", max_tokens=FOREVER) as stream:
-            await anext(stream)
-            assert running.groups[0].server.open_requests == 1
-        await eventually(lambda: running.groups[0].server.open_requests == 0, "the group dropped it")
-        await eventually(lambda: running.router.active_requests == 0, "the router did too")
-
-
-async def test_a_client_that_vanishes_frees_its_group(here: tuple[str, str]) -> None:
-    async with world(*here) as running:
-        gone = AsyncClient(running.address)
-        streams = [gone.generate("x", max_tokens=FOREVER) for _ in range(5)]
-        for stream in streams:
-            await anext(stream)
-        await gone.close()
-        await eventually(lambda: running.groups[0].server.open_requests == 0, "the group dropped them")
-        await eventually(lambda: running.router.active_requests == 0, "the router did too")
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-async def test_a_deadline_ends_it_even_when_the_group_is_silent(here: tuple[str, str], frozen: bool) -> None:
-    async with world(*here, group_silence_s=60.0) as running:
-        if frozen:
-            running.groups[0].freeze()
-        with pytest.raises(DeadlineExceeded):
-            await running.client.generate("x", max_tokens=FOREVER, timeout_s=0.2).text()
-        await eventually(lambda: running.router.active_requests == 0, "the router dropped it")
-        running.groups[0].engine.gate.set()
-        await eventually(lambda: running.groups[0].server.open_requests == 0, "the group dropped it")
-
-
-async def read_all(call: Any) -> None:
-    while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
-        pass
-
-
-async def test_a_client_that_does_not_read_is_ended_and_nobody_else(here: tuple[str, str]) -> None:
-    async with world(*here, max_buffered_events=20) as running:
-        # A small window that does not grow: what the client does not read stays in the router.
-        small = {"grpc.http2.bdp_probe": 0, "grpc.http2.lookahead_bytes": 1024}
-        async with running.channel(**small) as channel:
-            stub: Any = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
-            running.groups[0].engine.wide = 500  # tokens that fill the window soon
-            options = RequestOptions()
-            options.sampling.max_tokens = FOREVER
-            call = stub.Generate(GenerateRequest(text="x", options=options))
-            await call.read()
-            await eventually(lambda: running.groups[0].server.open_requests == 0, "the group dropped it")
-            with pytest.raises(grpc.RpcError) as caught:
-                await read_all(call)
-        assert isinstance(from_rpc_error(caught.value), SlowConsumer)
-        running.groups[0].engine.wide = 1
-        assert len((await ask(running)).tokens()) == 20
-
-
-async def test_a_full_router_refuses_at_once_with_a_hint(here: tuple[str, str]) -> None:
-    async with world(*here, max_active_requests=2) as running, AsyncClient(running.address, retry=ONCE) as client:
-        running.groups[0].engine.gate.clear()
-        streams = [running.client.generate("x", max_tokens=2, seed=SEED) for _ in range(2)]
-        await eventually(lambda: running.router.active_requests == 2, "both are in")
-        with pytest.raises(Overloaded) as caught:
-            await client.generate_text("x")
-        assert caught.value.retry_after_ms >= 100
-        running.groups[0].engine.gate.set()
-        assert [await stream.text() for stream in streams] == [running.text([SEED, SEED + 1])] * 2
-        assert await client.generate_text("x", max_tokens=1)
-
-
-async def test_drain_finishes_what_runs_and_refuses_what_comes(here: tuple[str, str]) -> None:
-    async with (
-        world(*here) as running,
-        AsyncClient(running.address, retry=ONCE) as client,
-        running.channel() as channel,
-    ):
-        stream = client.generate("x", max_tokens=300, seed=SEED)
-        first = await anext(stream)
-        assert first.HasField("started")
-        draining = asyncio.create_task(running.router.drain(60))
-        await eventually(lambda: running.router._draining, "it drains")
-        with pytest.raises(Draining):
-            await client.generate_text("x")
-        assert await health(channel) == "NOT_SERVING"
-        assert await stream.text() == running.text(range(SEED, SEED + 300))
-        await draining
-
-
-async def test_what_is_not_done_after_the_drain_is_unavailable_and_never_cancelled(here: tuple[str, str]) -> None:
-    async with world(*here) as running, AsyncClient(running.address, retry=ONCE) as client:
-        stream = client.generate("x", max_tokens=FOREVER)
-        await anext(stream)
-        await running.router.drain(0.1)
-        with pytest.raises(Draining) as caught:
-            await stream.text()
-        assert caught.value.code == "UNAVAILABLE"
-        await eventually(lambda: running.groups[0].server.open_requests == 0, "the group dropped it")
-
-
-async def test_a_stop_without_drain_says_unavailable_too(here: tuple[str, str]) -> None:
-    async with world(*here) as running, AsyncClient(running.address, retry=ONCE) as client:
-        stream = client.generate("x", max_tokens=FOREVER)
-        await anext(stream)
-        await running.router.stop()
-        with pytest.raises(Draining):
-            await stream.text()
-
-
-async def test_a_port_in_use_is_one_clear_line(here: tuple[str, str]) -> None:
-    before = len(asyncio.all_tasks())
-    with occupied_port() as port:
-        with pytest.raises(PortInUse) as caught:
-            async with running_router(*here, port=port):
-                pytest.fail("it started")
-        assert str(port) in caught.value.message
-        assert "\n" not in caught.value.message
-    assert len(asyncio.all_tasks()) == before
-
-
-async def test_two_routers_cannot_share_a_port(here: tuple[str, str]) -> None:
-    async with running_router(*here) as first:
-        with pytest.raises(PortInUse):
-            async with running_router(*here, port=first.port):
-                pytest.fail("it started")
-
-
-async def test_no_group_is_unavailable_and_not_for_ever(here: tuple[str, str]) -> None:
-    async with (
-        running_router(*here, group_wait_s=0.2) as router,
-        AsyncClient(f"127.0.0.1:{router.port}", retry=ONCE) as client,
-    ):
-        with pytest.raises(NoGroup):
-            await client.generate_text("x")
-        assert (await client.tokenize("x")).token_ids  # what needs no group works
-        assert (await client.model()).groups == 0
-
-
-async def test_one_line_tells_of_each_request_and_nothing_of_its_text(
-    here: tuple[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "quire"):
-        async with world(*here) as running:
-            await ask(running, "SECRET PROMPT", request_id="good\nid")
-            async with running.client.generate("SECRET", max_tokens=FOREVER, request_id="left") as stream:
-                await anext(stream)
-            await eventually(lambda: "request=left" in caplog.text, "its end is logged")
-    lines = [record.getMessage() for record in caplog.records if "request=" in record.getMessage()]
-    assert len(lines) == 2
-    assert "request=good\\nid outcome=OK finish=length" in lines[0]
-    assert "completion_tokens=20" in lines[0]
-    assert "outcome=CANCELLED" in lines[1]
-    assert "SECRET" not in caplog.text

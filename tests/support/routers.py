@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.config import parse
+from cluster.pb.inference_pb2 import GenerateEvent
 from router.client import AsyncClient
 from router.served import ServedModel
 from router.server import RouterServer
@@ -19,6 +21,8 @@ from tests.support.models import smollm2
 from tests.support.scripted_group import TOKEN, ScriptedGroup, eventually
 
 VOCAB_SIZE = 49_152
+SEED = 5000
+"""Of ``ask``: scripted groups count up from it."""
 
 
 @functools.cache
@@ -83,3 +87,30 @@ async def world(
         await eventually(lambda: len(router._groups.usable("m")) == groups, "all groups are connected")
         client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{router.port}"))
         yield World(router, running, client)
+
+
+class Answer:
+    """Everything that came over one stream."""
+
+    def __init__(self, events: list[GenerateEvent]) -> None:
+        self.kinds = [event.WhichOneof("event") for event in events]
+        self.started = next((event.started for event in events if event.HasField("started")), None)
+        self.deltas = [event.delta for event in events if event.HasField("delta")]
+        self.finished = [event.finished for event in events if event.HasField("finished")]
+
+    def text(self, index: int = 0) -> str:
+        return "".join(delta.text for delta in self.deltas if delta.index == index)
+
+    def tokens(self, index: int = 0) -> list[int]:
+        return [token for delta in self.deltas if delta.index == index for token in delta.token_ids]
+
+
+async def ask(running: World, prompt: Any = "Hello", **options: Any) -> Answer:
+    stream = running.client.generate(prompt, **{"seed": SEED, "max_tokens": 20, "timeout_s": 60.0, **options})
+    return Answer([event async for event in stream])
+
+
+async def health(channel: grpc.aio.Channel, service: str = "") -> str:
+    stub = health_pb2_grpc.HealthStub(channel)
+    response = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)

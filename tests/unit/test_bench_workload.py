@@ -19,8 +19,6 @@ from cluster.cli.bench.stats import Record
 from cluster.cli.bench.workload import Item
 from cluster.errors import ConfigError
 
-TRACE = Path("/work/shared/data/mooncake_conversation_trace.jsonl.gz")
-
 
 def reference_requests(n: int = 32, seed: int = 0) -> list[tuple[list[int], int]]:
     """As the scripts for other engines make them; kept here so that the comparison stays one."""
@@ -106,13 +104,6 @@ def test_a_trace_shares_prefixes_as_its_hash_ids_do(tmp_path: Path) -> None:
     small = workload.read_trace(path, scale=16)
     assert len(small[0].token_ids) == 75
     assert small[0].token_ids[:64] == small[1].token_ids[:64]
-
-
-@pytest.mark.skipif(not TRACE.exists(), reason=f"no {TRACE.name} here")
-def test_the_real_trace_is_read() -> None:
-    items = workload.read_trace(TRACE, limit=20, scale=16)
-    assert len(items) == 20
-    assert len({item.token_ids[:32] for item in items}) < 20
 
 
 def test_poisson_arrivals_have_their_rate_and_repeat() -> None:
