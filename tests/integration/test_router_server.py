@@ -35,7 +35,7 @@ from cluster.pb.inference_pb2 import GenerateRequest, RequestOptions
 from router.auth import make_key
 from router.client import AsyncClient, RetryPolicy
 from tests.support.redis import RedisServer, running_redis
-from tests.support.routers import SEED, VOCAB_SIZE, tokenizer, world
+from tests.support.routers import SEED, VOCAB_SIZE, Answer, ask, health, tokenizer, world
 from tests.support.scripted_group import eventually
 
 ONCE = RetryPolicy(attempts=1)
