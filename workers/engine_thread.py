@@ -6,7 +6,7 @@
 
 The event loop never waits for a step; a step waits for the loop only where that is many reports behind. An exception
 inside a step leaves the pool in a state that nobody knows: the engine is broken for good, every open request ends, and
-the owner of the process is told.
+the owner of the process is told. So it is when a report cannot be handed over: somebody would wait for it for ever.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.blocks import BlockHash
@@ -70,7 +71,8 @@ class Listener(Protocol):
         """After each step, and after each idle round in which something was asked for."""
 
     def on_failure(self, error: BaseException, outputs: Mapping[str, Sequence[Output]]) -> None:
-        """Once, instead of any further report: the engine is broken. ``outputs`` end every open request, by owner."""
+        """Once, instead of any further report: the engine is broken. ``outputs`` end every open request, by owner, and
+        once more those whose end was in a report that ``on_report`` raised at, or that was held back since."""
 
 
 class EngineThread:
@@ -109,6 +111,8 @@ class EngineThread:
         self._last_progress = clock()
         self._failure: BaseException | None = None
         self._report_slots = threading.Semaphore(_MAX_REPORTS)
+        # Below: of the event loop alone.
+        self._undelivered: list[StepReport] = []  # one that on_report raised at, and all behind it
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # -- from any thread ---------------------------------------------------------------------------------------------
@@ -275,21 +279,20 @@ class EngineThread:
                     del self._open[output.key]
 
     def _report(self) -> None:
-        outputs, self._pending = self._pending, []
-        self._note_ends(outputs)
-        taken_in, self._taken_in = self._taken_in, {}
         events = self._engine.take_cache_events()  # before the snapshots, so that those contain it
         snapshots: dict[str, Sequence[BlockHash]] = {owner: self._engine.cached_hashes() for owner in self._snapshots}
-        self._snapshots = []
         report = StepReport(
             step=self._steps,
-            outputs=_by_owner(outputs),
+            outputs=_by_owner(self._pending),
             load=self._engine.load(),
-            taken_in=taken_in,
+            taken_in=self._taken_in,
             events=events,
             snapshots=snapshots,
             pool_consistent=self._pool_consistent,
         )
+        # Only now, when nothing of the engine can raise any more: until here _break would tell what is pending.
+        self._note_ends(self._pending)
+        self._pending, self._taken_in, self._snapshots = [], {}, []
         while not self._report_slots.acquire(timeout=_IDLE_WAKE_S):
             if self._loop.is_closed():
                 return
@@ -298,26 +301,49 @@ class EngineThread:
     def _deliver(self, report: StepReport) -> None:
         # On the event loop.
         self._report_slots.release()
-        self._listener.on_report(report)
+        if self._undelivered:
+            self._undelivered.append(report)
+            return
+        try:
+            self._listener.on_report(report)
+        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait for this report must hear of it
+            self._undelivered.append(report)
+            self._ask(partial(_raise, error))
+
+    def _deliver_failure(self, error: BaseException, outputs: Sequence[Output]) -> None:
+        # On the event loop, behind every report.
+        told = {output.key for output in outputs if output.end is not None}
+        held = [output for report in self._undelivered for some in report.outputs.values() for output in some]
+        untold = dict.fromkeys(output.key for output in held if output.end is not None and output.key not in told)
+        ends = [Output(key, end=Failed(_why_lost(error))) for key in untold]
+        self._listener.on_failure(error, _by_owner([*outputs, *ends]))
 
     def _break(self, error: BaseException) -> None:
         """The end. The engine's state is unknown: nothing of it is asked any more but what this thread knows itself."""
         _log.error("the engine is broken, its group must be replaced", exc_info=error)
+        self._note_ends(self._pending)
         with self._wake:
             self._failure = error
             self._inbox.clear()
             lost = [*self._open, *self._queued]
         self._open = {}
         self._queued = set()
-        why = GroupLost(f"the group's engine broke: {type(error).__name__}")
-        outputs = _by_owner([*self._pending, *(Output(key, end=Failed(why)) for key in lost)])
-        self._tell(lambda: self._listener.on_failure(error, outputs))
+        outputs = [*self._pending, *(Output(key, end=Failed(_why_lost(error))) for key in lost)]
+        self._tell(lambda: self._deliver_failure(error, outputs))
 
     def _tell(self, call: Callable[[], None]) -> None:
         try:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:  # the loop is closed: the process is ending, and nobody listens
             _log.debug("the event loop is gone")
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _why_lost(error: BaseException) -> GroupLost:
+    return GroupLost(f"the group's engine broke: {type(error).__name__}")
 
 
 def _by_owner(outputs: Sequence[Output]) -> dict[str, list[Output]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc.aio
@@ -148,21 +149,27 @@ class GroupServer:
     def on_report(self, report: StepReport) -> None:
         """Hand each router its share of a step."""
         self._load = report.load
-        for owner, stream in list(self._streams.items()):
-            stream.last_submit_sequence = max(stream.last_submit_sequence, report.taken_in.get(owner, 0))
-            stream.send_step(report.step, report.outputs.get(owner, ()))
-            if owner in report.snapshots:
-                stream.send_snapshot(report.snapshots[owner])  # these events are in it
-            elif stream.has_snapshot:
-                stream.send_events(report.events.stored, report.events.dropped)
-            if self._news(stream) != stream.sent_load:
-                stream.send_load()
+        for stream in list(self._streams.values()):
+            with _ending_it_alone(stream):
+                self._tell(stream, report)
+
+    def _tell(self, stream: RouterStream, report: StepReport) -> None:
+        owner = stream.owner
+        stream.last_submit_sequence = max(stream.last_submit_sequence, report.taken_in.get(owner, 0))
+        stream.send_step(report.step, report.outputs.get(owner, ()))
+        if owner in report.snapshots:
+            stream.send_snapshot(report.snapshots[owner])  # these events are in it
+        elif stream.has_snapshot:
+            stream.send_events(report.events.stored, report.events.dropped)
+        if self._news(stream) != stream.sent_load:
+            stream.send_load()
 
     def on_failure(self, error: BaseException, outputs: Mapping[str, Sequence[Output]]) -> None:
         """The engine is broken: tell every router, close, and tell the owner of the process."""
-        for owner, stream in list(self._streams.items()):
-            stream.send_step(0, outputs.get(owner, ()))
-            stream.finish(GroupLost("the group's engine broke"))
+        for stream in list(self._streams.values()):
+            with _ending_it_alone(stream):
+                stream.send_step(0, outputs.get(stream.owner, ()))
+                stream.finish(GroupLost("the group's engine broke"))
         self._on_broken(error)
 
     def _news(self, stream: RouterStream) -> tuple[int | bool, ...]:
@@ -312,6 +319,16 @@ class GroupServer:
                 # Refused after all, or sent twice: then the one that runs ends too, or it would run for nobody.
                 self._thread.cancel(RequestKey(stream.owner, request_id, attempt))
             stream.send_failure(request_id, attempt, error)
+
+
+@contextmanager
+def _ending_it_alone(stream: RouterStream) -> Iterator[None]:
+    """Whatever cannot be told to a router closes its stream: it moves its requests, which would wait for ever else."""
+    try:
+        yield
+    except Exception:  # noqa: BLE001 - the other routers must hear their part of the same report
+        _log.exception("router %s could not be told of a step", stream.owner)
+        stream.end(QuireError("internal error"))
 
 
 async def _write(stream: RouterStream, context: Context) -> None:

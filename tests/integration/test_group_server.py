@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
+from unittest.mock import Mock
 
 import grpc
 import grpc.aio
@@ -420,6 +421,39 @@ async def test_a_broken_engine_ends_every_request_and_tells_the_owner() -> None:
             async with running.router("late") as late:
                 await late.wait(lambda: late.ended, "refused")
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_what_cannot_be_told_to_one_router_closes_its_stream_and_no_other() -> None:
+    """Its requests are cancelled, so that it moves them; nobody waits for an end that was lost."""
+    async with group() as running, running.router("one") as one, running.router("two") as two:
+        await two.submit("b", max_tokens=FOREVER)
+        await two.wait(lambda: two.tokens("b"), "tokens")
+        await one.submit("a", max_tokens=3, seed=2**32)  # its tokens fit no uint32: a fault of the engine
+        await one.wait(lambda: one.ended, "the stream closes")
+        assert one.error is not None
+        assert one.error.reason == "INTERNAL"
+        await eventually(lambda: [key.request_id for key in running.engine.requests] == ["b"], "its request is gone")
+        seen = len(two.tokens("b"))
+        await two.wait(lambda: len(two.tokens("b")) > seen, "tokens go on")
+        assert running.broken == []
+        async with running.router("one") as again:
+            await again.submit("a")
+            assert (await again.finish("a")).HasField("finished")
+
+
+async def test_a_break_that_one_router_cannot_be_told_of_reaches_the_others_and_the_owner() -> None:
+    async with group() as running, running.router("one") as one, running.router("two") as two:
+        for router in (one, two):
+            await router.submit("a", max_tokens=FOREVER)
+        await one.wait(lambda: one.tokens("a"), "tokens")
+        await two.wait(lambda: two.tokens("a"), "tokens")
+        finish = Mock(side_effect=RuntimeError("a fault of the stream's own"))
+        next(iter(running.server._streams.values())).finish = finish  # type: ignore[method-assign]
+        running.engine.breakage = RuntimeError("a kernel failed")
+        await one.wait(lambda: one.ended, "the stream closes")
+        await two.wait(lambda: two.ended, "the stream closes")
+        assert finish.called
+        assert running.broken == [running.engine.breakage]
 
 
 async def test_draining_lets_running_ones_finish_and_refuses_new_ones() -> None:

@@ -22,9 +22,17 @@ class Listener:
         self.failures: list[BaseException] = []
         self.outputs: list[Output] = []
         self.threads: set[int] = set()
+        self.deaf_to: str | None = None  # raises at the report that holds this request's end
+        self.raised: Exception | None = None
 
     def on_report(self, report: StepReport) -> None:
+        assert not self.failures, "a report after the failure"
+        assert self.raised is None, "a report behind one that was refused"
         self.threads.add(threading.get_ident())
+        for output in (output for outputs in report.outputs.values() for output in outputs):
+            if output.key.request_id == self.deaf_to and output.end is not None:
+                self.raised = RuntimeError("cannot tell")
+                raise self.raised
         self.reports.append(report)
         self._keep(report.outputs)
 
@@ -177,6 +185,65 @@ async def test_a_broken_step_ends_every_request_running_or_queued() -> None:
         with pytest.raises(GroupLost):
             running.thread.submit(request("late"))
         running.thread.cancel(RequestKey("r", "late", 1))
+
+
+async def test_a_report_that_cannot_be_told_ends_every_request_once() -> None:
+    """Those that end in it or behind it, the ones that run on, and the ones that are queued."""
+    async with Running() as running:
+        listener = running.listener
+        listener.deaf_to = "untold"
+        running.thread.submit(request("told", max_tokens=1))
+        await eventually(lambda: listener.ends("told"), "the first ends")
+        running.engine.gate.clear()
+        running.thread.submit(request("untold", max_tokens=1, n=2))
+        running.thread.submit(request("runs on", owner="other", max_tokens=10_000))
+        running.engine.gate.set()
+        await eventually(lambda: listener.failures, "the owner is told")
+        assert listener.failures == [listener.raised]
+        for name in ("untold", "runs on"):
+            (end,) = listener.ends(name)
+            assert isinstance(end.end, Failed)
+            assert isinstance(end.end.error, GroupLost)
+        (end,) = listener.ends("told")
+        assert not isinstance(end.end, Failed)
+        assert running.thread.heartbeat().failure == "RuntimeError: cannot tell"
+        assert running.thread.open_requests == 0
+
+
+async def test_reports_behind_one_that_could_not_be_told_are_told_as_lost() -> None:
+    async with Running() as running:
+        listener = running.listener
+        listener.deaf_to = "first"
+        running.engine.gate.clear()
+        for tokens, name in enumerate(("first", "second", "third"), start=1):
+            running.thread.submit(request(name, max_tokens=tokens))
+        running.engine.gate.set()
+        threading.Event().wait(0.3)  # this blocks the loop, on purpose: all reports are queued before one is told
+        assert running.engine.steps >= 3
+        await eventually(lambda: listener.failures, "the owner is told")
+        assert listener.failures == [listener.raised]
+        for name in ("first", "second", "third"):
+            (end,) = listener.ends(name)
+            assert isinstance(end.end, Failed)
+
+
+async def test_an_engine_that_breaks_while_a_report_is_made_loses_no_end() -> None:
+    async with Running() as running:
+        running.engine.gate.clear()
+        running.thread.submit(request("ends", max_tokens=1))
+        running.thread.submit(request("runs", max_tokens=1000))
+        await eventually(running.engine.stepping.is_set, "a step begins")
+        await eventually(lambda: running.thread.open_requests == 2, "both are submitted")
+        broken = RuntimeError("a count is negative")
+
+        def load() -> Any:
+            raise broken
+
+        running.engine.load = load  # type: ignore[method-assign]
+        running.engine.gate.set()
+        await eventually(lambda: running.listener.failures, "the owner is told")
+        assert running.listener.failures == [broken]
+        assert [len(running.listener.ends(name)) for name in ("ends", "runs")] == [1, 1]
 
 
 async def test_a_request_that_breaks_submit_ends_alone() -> None:
