@@ -97,7 +97,8 @@ class Scheduler:
             self._end_if_due(sequence, (), ())  # a moved sample may have come to its end already
 
     def cancel(self, key: RequestKey) -> None:
-        """Forget a request, without an output. Unknown keys are ignored."""
+        """Forget a request: no output of it is taken any more. Unknown keys are ignored."""
+        self._outputs = [output for output in self._outputs if output.key != key]
         state = self._live.get(key)
         if state is not None:
             self._close(state)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from cluster.errors import ContextExceeded, DeadlineExceeded, InvalidRequest, MaskEmpty, Overloaded
+from tests.support.machines import WatchedMachine, run_until_seen
 from tests.support.paged_group import (
     CacheReplica,
     GroupBroke,
@@ -24,11 +26,12 @@ from tests.support.paged_group import (
 from workers.engine import Engine
 from workers.group import LocalGroup
 from workers.plan import StepPlan, StepResult
-from workers.request import Finished, Output, Request, RequestKey
+from workers.request import Failed, Finished, Output, Request, RequestKey
 
 # Few different tokens and lengths around block borders, so that prefixes meet.
 PROMPTS = st.lists(st.integers(1, 2), min_size=1, max_size=22)
 MASKED_SEED = 77
+STEM = [1, 2, 2, 1, 1, 1, 2, 1, 2, 2, 2, 1, 2]
 
 
 def check_same_tokens(requests: list[Request], engine: Engine) -> list[Output]:
@@ -275,14 +278,14 @@ def test_an_answer_to_another_step_is_a_defect_that_is_noticed() -> None:
 # -- everything at once ----------------------------------------------------------------------------------------------
 
 
-class EngineMachine(RuleBasedStateMachine):
+class EngineMachine(WatchedMachine):
     """Submits, cancels, deadlines, lost routers, broken steps, in any order; pages are checked after each."""
 
     @initialize(
-        num_blocks=st.integers(6, 20),
-        budget=st.integers(1, 24),
-        max_running=st.integers(1, 5),
-        prefix_cache=st.booleans(),
+        num_blocks=st.integers(8, 14),
+        budget=st.sampled_from([24, 1, 5, 9, 16]),
+        max_running=st.sampled_from([5, 1, 2, 3]),
+        prefix_cache=st.sampled_from([True, True, False]),
     )
     def start(self, num_blocks: int, budget: int, max_running: int, prefix_cache: bool) -> None:
         self.engine, self.group = make_engine(
@@ -301,18 +304,22 @@ class EngineMachine(RuleBasedStateMachine):
         self.replica = CacheReplica()
 
     @rule(
-        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=14),
-        max_tokens=st.integers(1, 10),
-        n=st.sampled_from([1, 1, 1, 3]),
-        seed=st.sampled_from([0, 1, 2, MASKED_SEED]),
+        count=st.integers(1, 4),
+        stem=st.sampled_from([9, 0, 4, 8, 13]),
+        tail=st.lists(st.integers(1, 2), min_size=1, max_size=4),
+        max_tokens=st.sampled_from([14, 1, 2, 6, 10]),
+        n=st.sampled_from([1, 1, 3]),
+        seed=st.sampled_from([0, 0, 0, 1, 2, MASKED_SEED]),
         tenant=st.sampled_from("xy"),
         priority=st.sampled_from([0, 0, 1]),
-        patience=st.sampled_from([None, None, 3.0, 15.0]),
-        moved=st.integers(0, 3),
+        patience=st.sampled_from([None, None, None, 6.0]),
+        moved=st.sampled_from([0, 0, 1, 3]),
     )
     def submit(
         self,
-        prompt: list[int],
+        count: int,
+        stem: int,
+        tail: list[int],
         max_tokens: int,
         n: int,
         seed: int,
@@ -321,61 +328,59 @@ class EngineMachine(RuleBasedStateMachine):
         patience: float | None,
         moved: int,
     ) -> None:
-        self.serial += 1
-        arrival = self.now
-        request = make_request(
-            f"r{self.serial}",
-            prompt,
-            max_tokens,
-            n=n,
-            seed=seed,
-            tenant=tenant,
-            owner=tenant,
-            priority=priority,
-            arrival=arrival,
-            deadline=None if patience is None else arrival + patience,
-        )
-        if moved and moved < max_tokens:
-            outputs = tuple(tuple(expected_tokens(request, sample)[:moved]) for sample in range(n))
-            object.__setattr__(request, "outputs", outputs)
-        try:
-            self.engine.submit(request)
-        except (Overloaded, ContextExceeded):
-            return
-        self.accepted[request.key] = request
+        """Some at once that begin alike."""
+        for _ in range(count):
+            self.serial += 1
+            request = make_request(
+                f"r{self.serial}",
+                [*STEM[:stem], *tail],
+                max_tokens,
+                n=n,
+                seed=seed,
+                tenant=tenant,
+                owner=tenant,
+                priority=priority,
+                arrival=self.now,
+                deadline=None if patience is None else self.now + patience,
+            )
+            if 0 < moved < max_tokens:
+                outputs = tuple(tuple(expected_tokens(request, sample)[:moved]) for sample in range(n))
+                request = dataclasses.replace(request, outputs=outputs)
+                self.seen["moved"] += 1
+            try:
+                self.engine.submit(request)
+            except Overloaded:
+                self.seen["overloaded"] += 1
+            else:
+                self.accepted[request.key] = request
+            tail = [*tail[1:], 1 + self.serial % 2]
 
-    @precondition(lambda self: self.accepted)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.accepted)))
-        self.engine.cancel(key)
-        self.cancelled.add(key)
-
-    @rule(owner=st.sampled_from("xy"))
-    def lose_router(self, owner: str) -> None:
-        self.engine.cancel_owner(owner)
-        self.cancelled |= {key for key in self.accepted if key.owner == owner}
-
-    @precondition(lambda self: self.accepted)
-    @rule(data=st.data())
-    def submit_twice(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.accepted)))
-        if key not in self.cancelled and not self.ended(key) and key in self.engine._scheduler:
-            with pytest.raises(InvalidRequest):
-                self.engine.submit(self.accepted[key])
-
-    @rule(times=st.integers(1, 6))
+    @rule(times=st.sampled_from([3, 1, 8, 20]))
     def step(self, times: int) -> None:
         for _ in range(times):
             self.now += 1.0
             self.take(self.engine.step(self.now))
 
-    @rule()
-    def broken_step(self) -> None:
-        self.group.broken = True
-        with contextlib.suppress(GroupBroke):
-            self.take(self.engine.step(self.now))
-        self.group.broken = False
+    @precondition(lambda self: self.accepted)
+    @rule(data=st.data(), kind=st.sampled_from(["cancel", "cancel", "lose_router", "submit_twice", "broken_step"]))
+    def trouble(self, data: st.DataObject, kind: str) -> None:
+        """One rule for all kinds, so that most of the time there is none."""
+        key = data.draw(st.sampled_from(sorted(self.accepted)))
+        if kind == "cancel":
+            self.seen["cancelled alive"] += key in self.engine._scheduler
+            self.engine.cancel(key)
+            self.cancelled.add(key)
+        elif kind == "lose_router":
+            self.engine.cancel_owner(key.owner)
+            self.cancelled |= {other for other in self.accepted if other.owner == key.owner}
+        elif kind == "submit_twice" and key in self.engine._scheduler:
+            with pytest.raises(InvalidRequest):
+                self.engine.submit(self.accepted[key])
+        elif kind == "broken_step":
+            self.group.broken = True
+            with contextlib.suppress(GroupBroke):
+                self.take(self.engine.step(self.now))
+            self.group.broken = False
 
     @rule()
     def follow_events(self) -> None:
@@ -385,16 +390,8 @@ class EngineMachine(RuleBasedStateMachine):
     def take(self, outputs: list[Output]) -> None:
         for output in outputs:
             assert output.key in self.accepted
-            assert output.key not in self.cancelled or not self.after_cancel(output)
+            assert output.key not in self.cancelled
         self.outputs += outputs
-
-    def after_cancel(self, output: Output) -> bool:
-        """A request may have ended, with its end not yet taken, when it was cancelled."""
-        return output.end is None
-
-    def ended(self, key: RequestKey) -> bool:
-        ends = [output.end for output in self.outputs if output.key == key and output.end is not None]
-        return bool(ends) and (not isinstance(ends[-1], Finished) or len(ends) == self.accepted[key].sampling.n)
 
     @invariant()
     def consistent(self) -> None:
@@ -414,7 +411,10 @@ class EngineMachine(RuleBasedStateMachine):
             self.take(self.engine.step(self.now))
             self.engine.check()
         assert not self.engine.has_work
-        assert self.engine.load().used_blocks == 0
+        load = self.engine.load()
+        assert load.used_blocks == 0
+        self.seen["preempted"] += load.preemptions
+        self.seen["cached"] += load.cached_prompt_tokens
         for key, request in self.accepted.items():
             self.check_outcome(key, request)
 
@@ -422,11 +422,14 @@ class EngineMachine(RuleBasedStateMachine):
         """Exactly one terminal per sample, or one failure; what came is a prefix of what should come."""
         mine = [output for output in self.outputs if output.key == key]
         ends = [output.end for output in mine if output.end is not None]
-        failed = [end for end in ends if not isinstance(end, Finished)]
+        failed = [end for end in ends if isinstance(end, Failed)]
         if key not in self.cancelled:
             assert len(failed) == 1 if failed else len(ends) == request.sampling.n
         if failed:
             assert mine[-1].end is failed[0]
+            self.seen[type(failed[0].error).__name__] += 1
+        if ends and request.sampling.n > 1 and not failed:
+            self.seen["samples"] += 1
         for sample in range(request.sampling.n):
             came = [token for output in mine if output.index == sample for token in output.token_ids]
             already = len(request.outputs[sample]) if request.outputs else 0
@@ -435,5 +438,15 @@ class EngineMachine(RuleBasedStateMachine):
             assert came == (should if complete else should[: len(came)])
 
 
-TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+def test_everything_at_once() -> None:
+    kinds = [
+        "preempted",
+        "cached",
+        "samples",
+        "moved",
+        "cancelled alive",
+        "overloaded",
+        "DeadlineExceeded",
+        "MaskEmpty",
+    ]
+    run_until_seen(EngineMachine, kinds)
