@@ -101,6 +101,11 @@ def test_a_moved_request_goes_on_at_its_next_token(prompt: list[int], moved_afte
     engine.submit(moved)
     outputs = run_to_end(engine)
     assert tokens_of(outputs, "moved") == tokens[moved_after:]
+    admitted = next((output.admitted for output in outputs if output.admitted is not None), None)
+    if moved_after < 9:
+        assert admitted is not None
+        cached = (len(prompt) + moved_after - 1) // 4 * 4 if warm else 0
+        assert admitted.cached_tokens == min(cached, len(prompt)), "what was put out is no part of the prompt"
     end = ends_of(outputs, "moved")
     assert len(end) == 1
     assert isinstance(end[0], Finished)
@@ -413,6 +418,9 @@ class EngineMachine(WatchedMachine):
         assert not self.engine.has_work
         load = self.engine.load()
         assert load.used_blocks == 0
+        fairness = self.engine._scheduler._fairness
+        assert not fairness._active
+        assert not fairness._served
         self.seen["preempted"] += load.preemptions
         self.seen["cached"] += load.cached_prompt_tokens
         for key, request in self.accepted.items():

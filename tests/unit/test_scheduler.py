@@ -158,6 +158,33 @@ def test_the_last_arrived_of_the_lowest_priority_is_preempted_and_comes_back_fir
     assert engine.load().preemptions == preempted["young"]
 
 
+def test_a_preempted_request_comes_back_before_those_that_never_ran() -> None:
+    """Even where its tenant has been served most: it has been paid for."""
+    engine, group = make_engine(num_blocks=8, max_batch_tokens=64, prefix_cache=False)
+    engine.submit(make_request("old", range(1, 14), 10, tenant="served", seed=0))
+    engine.submit(make_request("young", range(20, 31), 12, tenant="served", seed=1, arrival=1.0))
+    while not engine.load().preemptions:
+        engine.step(2.0)
+    engine.submit(make_request("fresh", [9] * 11, 1, tenant="idle", seed=2, arrival=2.0))
+    before = len(group.plans)
+    run_to_end(engine)
+    later = [draw.params.seed for plan in group.plans[before:] for draw in plan.draws if draw.params.seed]
+    assert later.index(1) < later.index(2)
+
+
+def test_what_is_let_in_leaves_a_page_to_each_that_runs() -> None:
+    engine, group = make_engine(num_blocks=9, max_batch_tokens=64, prefix_cache=False)
+    for seed in range(2):
+        engine.submit(make_request(f"r{seed}", [seed + 1] * 8, 8, seed=seed))
+    engine.step(0.0)
+    engine.submit(make_request("third", [5] * 10, 2, seed=2, arrival=1.0))  # 3 pages, and as many are left
+    outputs = run_to_end(engine)
+    assert len(tokens_of(outputs, "third")) == 2
+    assert engine.load().preemptions == 0
+    assert first_draws(group) == [0, 1, 2]
+    assert max(plan.num_rows for plan in group.plans) == 2
+
+
 def test_preempted_pages_stay_cached_and_are_found_again() -> None:
     engine, group = make_engine(num_blocks=9, max_batch_tokens=64)
     engine.submit(make_request("old", range(1, 14), 10, arrival=0.0))
