@@ -154,6 +154,130 @@ def test_a_prompt_that_ends_inside_a_character_is_not_repeated() -> None:
         assert complete + text_of(deltas) == sentencepiece().decode(ids)
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.lists(sp_ids, max_size=12), chunked(sp_ids), st.booleans())
+def test_sentencepiece_deltas_complete_any_prompt(prompt: list[int], pieces: list[list[int]], skip: bool) -> None:
+    """Whatever the prompt ends with: what the output adds to a word, and to a character that the prompt begins."""
+    every = [token for piece in pieces for token in piece]
+    deltas = feed(Detokenizer(sentencepiece(), prompt, skip_special_tokens=skip), pieces)
+    seen = [token for token in prompt if not (skip and token < 3)]
+    begun: list[int] = []
+    for length in (1, 2, 3):
+        end = seen[-length:]
+        if len(end) == length and all(map(sentencepiece().is_byte, end)) and is_begun(bytes(i - 3 for i in end)):
+            begun = end
+    before = WORD if len(seen) > len(begun) else []
+    whole = sentencepiece().decode([*before, *begun, *every], skip_special_tokens=skip)
+    assert text_of(deltas) == whole.removeprefix(sentencepiece().decode(before))
+
+
+def is_begun(data: bytes) -> bool:
+    """Whether more bytes can make one character of these; by trying, not by the rules of UTF-8."""
+    return any(character[:-1].startswith(data) for character in ALL_LENGTHS)
+
+
+ALL_LENGTHS = [chr(i).encode() for i in (*range(0x80, 0xD800), *range(0xE000, 0x11_0000, 61))]
+WORD = [259 + 1]  # "▁Hello"
+
+unspelt = st.text(st.sampled_from("語言한👩\u200d\u0301\ufffdßx \n"), min_size=20, max_size=120)
+
+
+@settings(max_examples=200, deadline=None)
+@given(unspelt, unspelt, st.booleans(), st.booleans(), st.integers(1, 9))
+def test_long_runs_of_byte_tokens(prompt: str, output: str, word_first: bool, word_last: bool, cut: int) -> None:
+    """Text that the vocabulary has no words for, longer than what is held back, in the prompt and behind it."""
+    before = [*(WORD if word_first else []), *byte_tokens(prompt)]
+    after = [*byte_tokens(output), *(WORD if word_last else [])]
+    pieces = [after[i : i + cut] for i in range(0, len(after), cut)]
+    tail = " Hello" if word_last else ""
+    assert text_of(feed(Detokenizer(sentencepiece(), before), pieces)) == output + tail
+    # At the very beginning the decoder strips a space.
+    assert text_of(feed(Detokenizer(sentencepiece(), []), pieces)) == (output + tail).removeprefix(" ")
+
+
+def byte_tokens(text: str) -> list[int]:
+    return [3 + byte for byte in text.encode()]
+
+
+@pytest.mark.parametrize("cut", range(1, 4))
+def test_a_long_run_in_the_prompt_is_not_repeated(cut: int) -> None:
+    """Text: the first delta repeats the prompt; here, as U+FFFD."""
+    run = byte_tokens("語" * 40)
+    deltas = feed(Detokenizer(sentencepiece(), WORD + run[:-cut]), [run[-cut:], WORD])
+    # One byte or two complete the prompt's last character; three are a character of their own.
+    assert text_of(deltas) == "語 Hello"
+
+
+def test_special_tokens_are_text_where_they_are_asked_for() -> None:
+    for tokenizer, end in ((byte_level(), "<|im_end|>"), (sentencepiece(), "</s>")):
+        ids = [*tokenizer.encode("Hello", add_special_tokens=False), *tokenizer.eos_token_ids[:1]]
+        assert text_of(feed(Detokenizer(tokenizer, []), [ids])) == "Hello"
+        assert text_of(feed(Detokenizer(tokenizer, [], skip_special_tokens=False), [ids])) == "Hello" + end
+        # A stop string may be one that is left out: then it is not in the text.
+        assert feed(Detokenizer(tokenizer, [], stop=[end]), [ids])[-1].stopped is None
+        stopping = Detokenizer(tokenizer, [], stop=[end], skip_special_tokens=False)
+        assert stopping.push(ids) == TextDelta("Hello", end, len(ids))
+
+
+def test_ids_beyond_the_vocabulary_are_no_text() -> None:
+    for tokenizer in (byte_level(), sentencepiece()):
+        ids = tokenizer.encode("Hello", add_special_tokens=False)
+        beyond = tokenizer.vocab_size + 5
+        delta = Detokenizer(tokenizer, [beyond]).push([beyond, *ids, beyond])
+        assert delta.text.strip() == "Hello"
+        assert delta.token_count == len(ids) + 2
+
+
+class Counting(Tokenizer):
+    """Counts the tokens that it decodes."""
+
+    decoded = 0
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        self.decoded += len(ids)
+        return super().decode(ids, skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        self.decoded += 1
+        return super().token_bytes(token_id)
+
+
+@pytest.mark.parametrize("which", [byte_level, sentencepiece])
+def test_the_thousandth_token_costs_what_the_tenth_did(which: object) -> None:
+    tokenizer = Counting.__new__(Counting)
+    tokenizer.__dict__.update(which().__dict__)  # type: ignore[operator]
+    ids = tokenizer.encode("Hello the world, 語言 🙂! ", add_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer, ids * 50)
+    begun = tokenizer.decoded
+    assert begun <= 8  # of the prompt, only its end
+    rounds = []
+    for _ in range(200):
+        before = tokenizer.decoded
+        detokenizer.push(ids)
+        rounds.append(tokenizer.decoded - before)
+    assert rounds[5] > 0
+    assert max(rounds[5:]) == min(rounds[5:]) <= 4 * len(ids)
+
+
+def test_a_long_stop_string_costs_no_more_than_a_short_one() -> None:
+    reads = 0
+
+    class Counted(str):
+        __slots__ = ()
+
+        def __getitem__(self, key: object) -> str:
+            nonlocal reads
+            reads += 1
+            return super().__getitem__(key)  # type: ignore[index]
+
+    for stop, text in (("a" * 1023 + "b", "z y x w " * 200), ("a" * 1023 + "b", "a" * 1600), ("ab" * 512, "aab" * 500)):
+        reads = 0
+        ids = byte_level().encode(text)
+        detokenizer = Detokenizer(byte_level(), [], stop=[Counted(stop)])
+        assert text_of(feed(detokenizer, [[token] for token in ids])) == text
+        assert len(text) <= reads <= 8 * len(text)
+
+
 def test_a_space_between_prompt_and_output_is_kept() -> None:
     world = sentencepiece().encode("world")
     assert text_of(feed(Detokenizer(sentencepiece(), sentencepiece().encode("Hello")), [world])) == " world"
@@ -219,6 +343,51 @@ def test_stop_strings_end_the_text_where_they_are_complete(
     for delta in deltas:
         shown += delta.text
         assert text.startswith(shown)
+
+
+def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """An oracle: every place of every stop string; the first end, then the longest. Returns its end."""
+    ends = [
+        (start + len(stop), -len(stop), stop)
+        for stop in stops
+        for start in range(len(text))
+        if text.startswith(stop, start)
+    ]
+    return (min(ends)[0], min(ends)[2]) if ends else None
+
+
+@pytest.mark.parametrize("which", [byte_level, sentencepiece])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), include=st.booleans())
+def test_stop_strings_out_of_the_text_itself(which: object, data: st.DataObject, include: bool) -> None:
+    """Any tokens, any stop strings that are in their text, any grouping; nothing is shown that is taken back."""
+    tokenizer: Tokenizer = which()  # type: ignore[operator]
+    pieces = data.draw(chunked(smol_ids if which is byte_level else sp_ids))
+    text = tokenizer.decode([token for piece in pieces for token in piece])
+    places = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 8))
+    cuts = data.draw(st.lists(places, max_size=4))
+    stops = [text[start : start + length] for start, length in cuts if text[start : start + length]]
+    deltas = feed(Detokenizer(tokenizer, [], stop=stops, include_stop=include), pieces)
+    found = first_stop(text, stops)
+    if found is None:
+        assert text_of(deltas) == text
+        return
+    end, stop = found
+    kept = text[: end if include else end - len(stop)]
+    assert (text_of(deltas), deltas[-1].stopped) == (kept, stop)
+    shown = ""
+    for delta in deltas:
+        shown += delta.text
+        assert kept.startswith(shown)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_an_end_by_length_shows_what_was_held_back(include: bool) -> None:
+    ids = byte_level().encode("one two STO")
+    detokenizer = Detokenizer(byte_level(), [], stop=["STOP", "two STOP!"], include_stop=include)
+    before = "".join(detokenizer.push([token]).text for token in ids)
+    assert before == ("one two STO" if include else "one ")
+    assert detokenizer.flush() == TextDelta("" if include else "two STO", None, 0)
 
 
 def test_the_head_of_a_stop_string_is_never_shown() -> None:
