@@ -7,15 +7,20 @@ third pool: no matrix product on the way of a step goes through numpy.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch  # before numba: see above
 
 import numba  # isort: skip
 import numpy as np
+
+from cluster.model_cache import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +39,20 @@ def _choose_layer() -> str:
     return "omp"
 
 
+def _kernel_folder() -> Path:
+    """Where compiled kernels are kept.
+
+    numba compiles a kernel anew when the file changes that it stands in, and looks at no other: what kernels take from
+    elsewhere, which is here and in vectors, names the folder.
+    """
+    shared = [Path(__file__), Path(__file__).with_name("vectors.py")]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in shared)).hexdigest()
+    return cache_folder() / "kernels" / digest[:16]
+
+
 numba.config.THREADING_LAYER = _choose_layer()
+if "NUMBA_CACHE_DIR" not in os.environ:
+    numba.config.CACHE_DIR = str(_kernel_folder())
 
 
 def kernel(function: F) -> F:

@@ -74,6 +74,23 @@ def test_cpu_attention_equals_the_reference(
     torch.testing.assert_close(found, want, atol=3e-5, rtol=3e-5)
 
 
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 31])
+@pytest.mark.parametrize("shape", [(8, 8), (16, 64), (16, 80), (8, 6)])
+def test_what_lies_behind_a_row_reaches_no_result(length: int, shape: tuple[int, int]) -> None:
+    """Pages: a broken sequence leaves NaNs in its pages, and the next owner has not yet written all of their slots."""
+    block_tokens, head_dim = shape
+    plan = plan_of([(length - 1, 1)], block_tokens, 10)
+    batch = batch_of(plan, block_tokens)
+    keys, values = torch.full((2, 10, 2, block_tokens, head_dim), float("nan"))
+    for position in range(length):
+        page = int(plan.blocks[position // block_tokens])
+        keys[page, :, position % block_tokens] = torch.randn(2, head_dim)
+        values[page, :, position % block_tokens] = torch.randn(2, head_dim)
+    q = torch.randn(1, 6, head_dim)
+    found = CpuAttention().attend(q, keys, values, batch)
+    torch.testing.assert_close(found, ReferenceAttention().attend(q, keys, values, batch), atol=1e-5, rtol=1e-5)
+
+
 def test_extreme_scores_do_not_overflow() -> None:
     batch = batch_of(plan_of([(20, 1), (30, 3)], 8, 10), 8)
     keys, values = torch.randn(10, 1, 8, 16) * 1e4, torch.randn(10, 1, 8, 16)

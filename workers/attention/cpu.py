@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numba.core import types
+from numba.extending import intrinsic
 
+from workers import vectors
 from workers.attention.interface import Batch
 from workers.attention.reference import gather
 from workers.threads import exp32, helper, kernel
+
+WIDTHS = tuple(sorted({vectors.LANES, 8, 1}, reverse=True))
+"""Lanes that the kernel is written for: it takes the most that divide a page's slots and a head's numbers."""
+
+COLUMNS = 4
+"""Vectors of values that are summed side by side: each has to wait for its own last sum."""
 
 
 class CpuAttention:
@@ -23,9 +33,10 @@ class CpuAttention:
         plan = batch.plan
         out = torch.empty_like(q)
         if len(batch.single_rows):
+            width = next(w for w in WIDTHS if keys.shape[2] % w == 0 and keys.shape[3] % w == 0)
             _decode(
                 q.numpy(), keys.numpy(), values.numpy(), batch.single_rows, plan.row_starts, plan.num_computed,
-                plan.block_starts, plan.blocks, numba.get_num_threads(), out.numpy(),
+                plan.block_starts, plan.blocks, width, numba.get_num_threads(), out.numpy(),
             )  # fmt: skip
         for row in batch.chunk_rows:
             self._chunk(int(row), q, keys, values, batch, out)
@@ -54,7 +65,7 @@ class CpuAttention:
 @kernel
 def _decode(
     q: Any, keys: Any, values: Any, rows: Any, row_starts: Any, num_computed: Any, block_starts: Any, blocks: Any,
-    threads: Any, out: Any,
+    width: Any, threads: Any, out: Any,
 ) -> None:  # fmt: skip
     """Work items are (row, KV head), given to threads in runs of about equal length in tokens."""
     kv_heads = keys.shape[1]
@@ -70,97 +81,155 @@ def _decode(
             for kv_head in range(kv_heads):
                 middle = before + length // 2
                 if first <= middle < last:
-                    _attend_one(q, row_starts[r], keys, values, blocks, block_starts[r], length, kv_head, out)
+                    _attend_one(
+                        q, row_starts[r], keys, values, blocks, block_starts[r], np.int64(length), kv_head, width, out
+                    )
                 before += length
 
 
-# Below, arrays go by whole with indices, never as slices: a slice counts references to the pages, atomically, and the
-# threads would fight for that one counter.
+# Below, arrays go by whole with indices, or as addresses, never as slices: a slice counts references to the pages,
+# atomically, and the threads would fight for that one counter.
 
 
 @helper
 def _attend_one(
-    q: Any, token: Any, keys: Any, values: Any, blocks: Any, first_block: Any, length: Any, kv_head: Any, out: Any
-) -> None:
-    """One token's query heads over one KV head: online softmax (arXiv:1805.02867), page by page."""
-    block_tokens, head_dim = keys.shape[2], keys.shape[3]
-    group = q.shape[1] // keys.shape[1]
-    scale = np.float32(1) / np.sqrt(np.float32(head_dim))
-    weights = np.empty(block_tokens, np.float32)
-    best = np.full(group, -np.inf, np.float32)
-    norm = np.zeros(group, np.float32)
-    acc = np.zeros((group, head_dim), np.float32)
-    for b in range((length + block_tokens - 1) // block_tokens):
-        page = blocks[first_block + b]
+    q: Any, token: Any, keys: Any, values: Any, blocks: Any, first_block: Any, length: Any, kv_head: Any, width: Any,
+    out: Any,
+) -> None:  # fmt: skip
+    """One token's query heads over one KV head: all scores, their softmax, then the weighted sum of values.
+
+    Slots behind ``length`` count for nothing: their scores are not read again, their values never, since a NaN that a
+    broken sequence left there would spread even with a weight of 0.
+    """
+    kv_heads, block_tokens, head_dim = keys.shape[1], keys.shape[2], keys.shape[3]
+    group = q.shape[1] // kv_heads
+    pages = (length + block_tokens - 1) // block_tokens
+    page_bytes = 4 * block_tokens * head_dim
+    scores = np.empty((group, pages * block_tokens), np.float32)
+    score_row = 4 * pages * block_tokens
+    queries = q.ctypes.data + 4 * head_dim * (token * q.shape[1] + kv_head * group)
+    for b in range(pages):
+        page = keys.ctypes.data + page_bytes * (blocks[first_block + b] * kv_heads + kv_head)
+        ahead = min(b + 1, pages - 1)
+        _prefetch(keys.ctypes.data + page_bytes * (blocks[first_block + ahead] * kv_heads + kv_head), page_bytes)
         filled = min(block_tokens, length - b * block_tokens)
         for g in range(group):
-            top = max(best[g], _scores(q, token, kv_head * group + g, keys, page, kv_head, filled, scale, weights))
-            shrink = exp32(best[g] - top)
-            best[g] = top
-            norm[g] = norm[g] * shrink + _exponentials(weights, filled, top)
-            _accumulate(weights, values, page, kv_head, filled, shrink, acc, g)
+            for s in range(0, filled, width):
+                _scores(
+                    width, queries + 4 * head_dim * g, page + 4 * head_dim * s, head_dim,
+                    scores.ctypes.data + score_row * g + 4 * (b * block_tokens + s),
+                )  # fmt: skip
     for g in range(group):
-        inverse = np.float32(1) / norm[g]
+        _softmax(scores, g, length, np.float32(1) / np.sqrt(np.float32(head_dim)))
+    target = out.ctypes.data + 4 * head_dim * (token * q.shape[1] + kv_head * group)
+    for g in range(group):
         for i in range(head_dim):
-            out[token, kv_head * group + g, i] = acc[g, i] * inverse
-
-
-# Four slots at a time: a query, and the sum of values, then go through the registers once for four tokens. Slots
-# behind ``filled`` are never read: a NaN that a broken sequence left there would spread even with a weight of 0.
+            out[token, kv_head * group + g, i] = np.float32(0)
+    for b in range(pages):
+        page = values.ctypes.data + page_bytes * (blocks[first_block + b] * kv_heads + kv_head)
+        ahead = min(b + 1, pages - 1)
+        _prefetch(values.ctypes.data + page_bytes * (blocks[first_block + ahead] * kv_heads + kv_head), page_bytes)
+        filled = min(block_tokens, length - b * block_tokens)
+        for g in range(group):
+            _add_weighted(
+                width, scores.ctypes.data + score_row * g + 4 * b * block_tokens, filled, page, head_dim,
+                target + 4 * head_dim * g,
+            )  # fmt: skip
 
 
 @helper
-def _scores(
-    q: Any, token: Any, head: Any, keys: Any, page: Any, kv_head: Any, filled: Any, scale: Any, scores: Any
-) -> Any:
-    """Fill ``scores``; returns the largest."""
-    head_dim = q.shape[2]
-    for s in range(0, filled - 3, 4):
-        a = b = c = d = np.float32(0)
-        for i in range(head_dim):
-            x = q[token, head, i]
-            a += x * keys[page, kv_head, s, i]
-            b += x * keys[page, kv_head, s + 1, i]
-            c += x * keys[page, kv_head, s + 2, i]
-            d += x * keys[page, kv_head, s + 3, i]
-        scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = a * scale, b * scale, c * scale, d * scale
-    for s in range(filled // 4 * 4, filled):
-        a = np.float32(0)
-        for i in range(head_dim):
-            a += q[token, head, i] * keys[page, kv_head, s, i]
-        scores[s] = a * scale
-    top = scores[0]
-    for s in range(1, filled):
-        top = max(top, scores[s])
-    return top
-
-
-@helper
-def _exponentials(scores: Any, filled: Any, top: Any) -> Any:
-    """Scores to e**(score - top), in place; returns their sum."""
+def _softmax(scores: Any, g: Any, length: Any, scale: Any) -> None:
+    """Row ``g``'s first ``length`` scores to their softmax, in place."""
+    top = scores[g, 0]
+    for s in range(1, length):
+        top = max(top, scores[g, s])
     total = np.float32(0)
-    for s in range(filled):
-        weight = exp32(scores[s] - top)
-        scores[s] = weight
+    for s in range(length):
+        weight = exp32((scores[g, s] - top) * scale)
+        scores[g, s] = weight
         total += weight
-    return total
+    inverse = np.float32(1) / total
+    for s in range(length):
+        scores[g, s] *= inverse
 
 
 @helper
-def _accumulate(weights: Any, values: Any, page: Any, kv_head: Any, filled: Any, shrink: Any, acc: Any, g: Any) -> None:
-    """acc[g] = acc[g] * shrink + weights @ the page's values."""
-    head_dim = acc.shape[1]
-    for i in range(head_dim):
-        acc[g, i] *= shrink
-    for s in range(0, filled - 3, 4):
-        a, b, c, d = weights[s], weights[s + 1], weights[s + 2], weights[s + 3]
-        for i in range(head_dim):
-            acc[g, i] += (
-                a * values[page, kv_head, s, i]
-                + b * values[page, kv_head, s + 1, i]
-                + c * values[page, kv_head, s + 2, i]
-                + d * values[page, kv_head, s + 3, i]
-            )
-    for s in range(filled // 4 * 4, filled):
-        for i in range(head_dim):
-            acc[g, i] += weights[s] * values[page, kv_head, s, i]
+def _add_weighted(width: Any, weights: Any, filled: Any, page: Any, head_dim: Any, target: Any) -> None:
+    """target [head_dim] += weights [filled] @ page [filled, head_dim]; addresses."""
+    wide = head_dim // (COLUMNS * width) * COLUMNS * width
+    for column in range(0, wide, COLUMNS * width):
+        _weighted_sum(width, COLUMNS, weights, filled, page + 4 * column, head_dim, target + 4 * column)
+    for column in range(wide, head_dim, width):
+        _weighted_sum(width, 1, weights, filled, page + 4 * column, head_dim, target + 4 * column)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _scores(typing: Any, width: Any, query: Any, keys: Any, head_dim: Any, scores: Any) -> Any:
+    """scores [width] = keys [width, head_dim] @ query [head_dim], from addresses."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        width, *rest = arguments
+        vectors.switch(builder, width, {lanes: partial(_emit_scores, builder, lanes, *rest) for lanes in WIDTHS})
+        return _context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+def _emit_scores(builder: Any, lanes: int, query: Any, keys: Any, head_dim: Any, scores: Any) -> None:
+    """Each slot's product in one register; then all of them are added up across together."""
+    query, keys, scores = (vectors.pointer(builder, address) for address in (query, keys, scores))
+    slots = [vectors.offset(builder, keys, builder.mul(head_dim, vectors.constant(s))) for s in range(lanes)]
+    with vectors.Loop(builder, head_dim, lanes, [vectors.zeros(lanes)] * lanes) as loop:
+        part = vectors.load(builder, vectors.offset(builder, query, loop.index), lanes)
+        loaded = [vectors.load(builder, vectors.offset(builder, slot, loop.index), lanes) for slot in slots]
+        loop.carry([vectors.fused_multiply_add(builder, part, *pair) for pair in zip(loaded, loop.values, strict=True)])
+    vectors.store(builder, vectors.sums_across(builder, loop.results), scores)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _weighted_sum(
+    typing: Any, width: Any, columns: Any, weights: Any, filled: Any, values: Any, head_dim: Any, target: Any
+) -> Any:
+    """target [columns * width] += weights [filled] @ values [filled, columns * width], rows ``head_dim`` apart."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        width, columns, *rest = arguments
+
+        def of_width(lanes: int) -> None:
+            each = {count: partial(_emit_weighted_sum, builder, lanes, count, *rest) for count in (1, COLUMNS)}
+            vectors.switch(builder, columns, each)
+
+        vectors.switch(builder, width, {lanes: partial(of_width, lanes) for lanes in WIDTHS})
+        return _context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), generate
+
+
+def _emit_weighted_sum(
+    builder: Any, lanes: int, columns: int, weights: Any, filled: Any, values: Any, head_dim: Any, target: Any
+) -> None:
+    weights, values, target = (vectors.pointer(builder, address) for address in (weights, values, target))
+    places = [vectors.offset(builder, target, lanes * c) for c in range(columns)]
+    with vectors.Loop(builder, filled, 1, [vectors.load(builder, place, lanes) for place in places]) as loop:
+        weight = vectors.broadcast(builder, builder.load(vectors.offset(builder, weights, loop.index)), lanes)
+        slot = vectors.offset(builder, values, builder.mul(loop.index, head_dim))
+        parts = [vectors.load(builder, vectors.offset(builder, slot, lanes * c), lanes) for c in range(columns)]
+        loop.carry(
+            [vectors.fused_multiply_add(builder, weight, *pair) for pair in zip(parts, loop.values, strict=True)]
+        )
+    for value, place in zip(loop.results, places, strict=True):
+        vectors.store(builder, value, place)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _prefetch(typing: Any, address: Any, size: Any) -> Any:
+    """Bring ``size`` bytes (of a page) nearer."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        address, size = arguments
+        numbers = builder.sdiv(size, vectors.constant(4))
+        with vectors.Loop(builder, numbers, 16, []) as loop:
+            vectors.prefetch(builder, vectors.offset(builder, vectors.pointer(builder, address), loop.index))
+        return _context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
