@@ -6,9 +6,31 @@ domains, adapters or salts never meet.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from cluster.blocks import BlockHash, chain
 from workers.block_pool import BlockPool, InvariantViolation
 from workers.sequence import Sequence
+
+
+class Prefix(NamedTuple):
+    """Where a sequence can begin: pages that it may share, the tokens whose KV it then has, and a page to copy."""
+
+    pages: list[int]
+    num_tokens: int
+    partial: int | None = None  # whose first slots hold the last num_tokens % block_tokens of them
+
+
+def fork(sequence: Sequence, block_tokens: int) -> Prefix | None:
+    """What another sample of the request has computed of the prompt; None while none that runs has all but the last
+    token, which is computed again for its logits. Needs no hashes: it works without a prefix cache too."""
+    wanted = len(sequence.state.prompt) - 1
+    for sample in sequence.state.samples:
+        if len(sample.table) and sample.num_computed >= wanted:
+            full, rest = divmod(wanted, block_tokens)
+            pages: list[int] = sample.table.view(0, full + bool(rest)).tolist()
+            return Prefix(pages[:full], wanted, pages[full] if rest else None)
+    return None
 
 
 class PrefixCache:
@@ -23,8 +45,8 @@ class PrefixCache:
         # something that happens, or sees the entry go.
         self._promised: dict[BlockHash, Sequence] = {}
 
-    def match(self, sequence: Sequence) -> list[int]:
-        """Pages of the longest published prefix that leaves at least one token to compute.
+    def match(self, sequence: Sequence) -> Prefix:
+        """The longest published prefix that leaves at least one token to compute.
 
         The last known token is always computed, for its logits are needed.
         """
@@ -34,7 +56,7 @@ class PrefixCache:
             if block is None:
                 break
             found.append(block)
-        return found
+        return Prefix(found, len(found) * self._block_tokens)
 
     def awaited(self, sequence: Sequence, num_matched: int) -> BlockHash | None:
         """The first block that ``sequence`` lacks, when another running sequence is about to publish it."""
@@ -57,6 +79,15 @@ class PrefixCache:
         for block_hash in sequence.hashes[sequence.num_published :]:
             if self._promised.get(block_hash) is sequence:
                 del self._promised[block_hash]
+
+    def count_published(self, sequence: Sequence, num_pages: int) -> int:
+        """How many of the first pages of a table hold published blocks of the sequence."""
+        if not self._enabled:
+            return 0
+        self._extend_hashes(sequence, num_pages)
+        table = sequence.table.view(0, num_pages).tolist()
+        published = [self._pool.hash_of(page) == sequence.hashes[i] for i, page in enumerate(table)]
+        return published.index(False) if False in published else num_pages
 
     def publish(self, sequence: Sequence) -> None:
         """Publish the blocks of a sequence that are full and computed by now (a step was committed)."""

@@ -21,7 +21,7 @@ from workers.admission import EngineSettings
 from workers.block_pool import BlockPool, InvariantViolation
 from workers.fair_queue import Fairness, FairQueue
 from workers.plan import MASK_EMPTY, NOT_FINITE, Int32, StepPlan, StepResult
-from workers.prefix_cache import PrefixCache
+from workers.prefix_cache import Prefix, PrefixCache, fork
 from workers.request import Failed, Output, PositionLogprobs, Request, RequestKey
 from workers.sequence import RequestState, Sequence
 
@@ -31,6 +31,14 @@ class Row(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
+
+
+class PageCopy(NamedTuple):
+    """A page that a sequence copies in a step, since it goes on where another's tokens differ from its own."""
+
+    sequence: Sequence
+    source: int
+    target: int
 
 
 @dataclass(slots=True)
@@ -46,10 +54,11 @@ class Totals:
 
 @dataclass(slots=True)
 class _Budget:
-    """What is left of a step while it is planned."""
+    """What is left of a step while it is planned, and what has been given."""
 
     tokens: int
     rows: list[Row] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
 
     def give(self, sequence: Sequence) -> None:
         count = min(sequence.num_missing, self.tokens)
@@ -73,7 +82,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # by rank: the first is served first and preempted last
         self._live: dict[RequestKey, RequestState] = {}
         self._deadlines: list[tuple[float, int, RequestState]] = []
-        self._in_flight: tuple[int, list[Row]] | None = None
+        self._in_flight: tuple[int, _Budget] | None = None
         self._outputs: list[Output] = []
         self._serial = 0
         self._step = 0
@@ -137,8 +146,8 @@ class Scheduler:
         if not budget.rows:
             return None
         self._step += 1
-        self._in_flight = (self._step, budget.rows)
-        return _build(self._step, budget.rows, self._settings.block_tokens)
+        self._in_flight = (self._step, budget)
+        return _build(self._step, budget, self._settings.block_tokens)
 
     def _share(self, budget: _Budget) -> None:
         """Running sequences: those that miss one token before those that miss many, so that no long prompt starves
@@ -185,28 +194,35 @@ class Scheduler:
         for sequence in self._waiting:
             if not budget.tokens or len(self._running) >= self._max_running:
                 return
-            if self._cache.is_promised(sequence.held_on):
+            if sequence.awaits_sample or self._cache.is_promised(sequence.held_on):
                 continue
-            matched = self._cache.match(sequence)
-            sequence.held_on = self._cache.awaited(sequence, len(matched))
-            if sequence.held_on is not None:
-                continue
-            if not self._start(sequence, matched, now):
+            prefix = self._cache.match(sequence)
+            forked = fork(sequence, self._settings.block_tokens)
+            if forked is not None and forked.num_tokens > prefix.num_tokens:
+                prefix = forked
+            else:
+                sequence.held_on = self._cache.awaited(sequence, len(prefix.pages))
+                if sequence.held_on is not None:
+                    continue
+            if not self._start(sequence, prefix, now):
                 return
+            if prefix.partial is not None:
+                target = int(sequence.table.view()[len(prefix.pages)])
+                budget.copies.append(PageCopy(sequence, prefix.partial, target))
             budget.give(sequence)
 
-    def _start(self, sequence: Sequence, matched: list[int], now: float) -> bool:
+    def _start(self, sequence: Sequence, prefix: Prefix, now: float) -> bool:
         """Give a waiting sequence its pages; False when they lack now."""
-        needed = -(-sequence.num_known // self._settings.block_tokens) - len(matched)
-        self.pool.acquire(matched)
+        needed = -(-sequence.num_known // self._settings.block_tokens) - len(prefix.pages)
+        self.pool.acquire(prefix.pages)
         # One page to spare for each that runs: what is let in should not be preempted in the very next steps.
         if needed + len(self._running) > self.pool.available:
-            self.pool.release(matched)
+            self.pool.release(prefix.pages)
             return False
         self._waiting.remove(sequence)
-        sequence.table.extend([*matched, *self.pool.allocate(needed)])
-        sequence.num_published = len(matched)
-        sequence.num_computed = len(matched) * self._settings.block_tokens
+        sequence.table.extend([*prefix.pages, *self.pool.allocate(needed)])
+        sequence.num_published = self._cache.count_published(sequence, len(prefix.pages))
+        sequence.num_computed = prefix.num_tokens
         self._cache.promise(sequence)
         insort(self._running, sequence, key=_by_rank)
         self._account(sequence, now)
@@ -224,7 +240,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """The step is done: publish what is full, append what was drawn, end what has ended."""
-        rows = self._land(plan.step)
+        rows = self._land(plan.step).rows
         if result.step != plan.step or len(result.tokens) != len(plan.draws):
             raise InvariantViolation(f"step {plan.step} with {len(plan.draws)} draws was answered by {result}")
         broken = {draw.row for draw, token in zip(plan.draws, result.tokens, strict=True) if token == NOT_FINITE}
@@ -238,18 +254,20 @@ class Scheduler:
 
     def abandon(self, plan: StepPlan) -> None:
         """The step failed: nothing of it counts as computed, so it can be planned again."""
-        self._land(plan.step)
+        for sequence, _, target in self._land(plan.step).copies:
+            if not sequence.finished:  # what should have been copied is computed instead
+                sequence.num_computed = sequence.table.view().tolist().index(target) * self._settings.block_tokens
 
-    def _land(self, step: int) -> list[Row]:
-        """End the flight of a step; returns its rows. Pages of what ended meanwhile become free now."""
+    def _land(self, step: int) -> _Budget:
+        """End the flight of a step; returns what it gave. Pages of what ended meanwhile become free now."""
         if self._in_flight is None or self._in_flight[0] != step:
             raise InvariantViolation(f"step {step} is not in flight")
-        rows = self._in_flight[1]
+        given = self._in_flight[1]
         self._in_flight = None
-        for sequence, _ in rows:
+        for sequence, _ in given.rows:
             if sequence.finished:
                 self._give_back_pages(sequence)
-        return rows
+        return given
 
     def _append(self, sequence: Sequence, token: int, logprobs: PositionLogprobs | None) -> None:
         if sequence.finished:
@@ -317,7 +335,7 @@ class Scheduler:
         self.pool.release(sequence.forget_pages())
 
     def _is_in_flight(self, sequence: Sequence) -> bool:
-        return self._in_flight is not None and any(row.sequence is sequence for row in self._in_flight[1])
+        return self._in_flight is not None and any(row.sequence is sequence for row in self._in_flight[1].rows)
 
     # -- looking in --------------------------------------------------------------------------------------------------
 
@@ -348,7 +366,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Prove what must hold between steps. Raises InvariantViolation."""
-        in_flight = [row.sequence for row in self._in_flight[1]] if self._in_flight else []
+        in_flight = [row.sequence for row in self._in_flight[1].rows] if self._in_flight else []
         ending = [sequence for sequence in in_flight if sequence.finished]
         self.pool.check([sequence.table.view().tolist() for sequence in [*self._running, *ending]])
         self._cache.check(self._running)
@@ -363,8 +381,9 @@ class Scheduler:
 _by_rank = attrgetter("rank")
 
 
-def _build(step: int, rows: list[Row], block_tokens: int) -> StepPlan:
+def _build(step: int, given: _Budget, block_tokens: int) -> StepPlan:
     """Arrays of a step; O(rows) Python, the tokens and pages are copied by numpy."""
+    rows = given.rows
     stops = [sequence.num_computed + count for sequence, count in rows]
     tokens = [row.sequence.tokens(row.sequence.num_computed, stop) for row, stop in zip(rows, stops, strict=True)]
     tables = [row.sequence.table.view(0, -(-stop // block_tokens)) for row, stop in zip(rows, stops, strict=True)]
@@ -378,7 +397,7 @@ def _build(step: int, rows: list[Row], block_tokens: int) -> StepPlan:
         block_starts=_starts(tables),
         blocks=np.concatenate(tables),
         draws=tuple(draws),
-        copies=np.empty((0, 2), dtype=np.int32),
+        copies=np.array([copy[1:] for copy in given.copies], dtype=np.int32).reshape(-1, 2),
     )
 
 

@@ -125,6 +125,13 @@ class Sequence:
         return len(self.state.prompt) + len(self.outputs)
 
     @property
+    def awaits_sample(self) -> bool:
+        """Whether another sample that runs is computing the prompt, which this one then shares."""
+        wanted = len(self.state.prompt) - 1
+        running = [sample.num_computed for sample in self.state.samples if len(sample.table)]
+        return bool(running) and max(running) < wanted
+
+    @property
     def num_missing(self) -> int:
         """Tokens known and not computed."""
         return self.num_known - self.num_computed

@@ -40,6 +40,7 @@ class PagedGroup:
     def execute(self, plan: StepPlan) -> StepResult:
         """Write every row's tokens, then read every drawing row back."""
         self.plans.append(plan)
+        self._copy(plan)
         written = {slot for row in range(plan.num_rows) for slot in self._write(plan, row)}
         assert len(written) == plan.num_tokens, "two rows wrote into one slot"
         if self.broken:
@@ -49,6 +50,14 @@ class PagedGroup:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    def _copy(self, plan: StepPlan) -> None:
+        """Only what the step's tables own alone is copied to: a page that somebody shares must never change."""
+        tables = [page for row in range(plan.num_rows) for page in self._table(plan, row)]
+        for source, target in plan.copies.tolist():
+            assert tables.count(target) == 1
+            if not self.broken:
+                self.pages[target] = self.pages[source]
 
     def _table(self, plan: StepPlan, row: int) -> list[int]:
         table: list[int] = plan.blocks[plan.block_starts[row] : plan.block_starts[row + 1]].tolist()
