@@ -164,6 +164,7 @@ class Relay:
         )
         if any(self.outputs):
             submit.output_token_ids.extend(common_pb2.TokenSequence(token_ids=output) for output in self.outputs)
+            submit.sampling.ClearField("prompt_logprobs")  # told with the first output
         remaining_ms = self._remaining_ms()
         if remaining_ms is not None:
             submit.remaining_ms = max(0, int(remaining_ms))

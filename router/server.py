@@ -31,6 +31,9 @@ from router.service import AdminServicer, InferenceServicer, Service
 from router.sessions import Affinity
 
 SERVICES = tuple(service.full_name for service in inference_pb2.DESCRIPTOR.services_by_name.values())
+MAX_EVENT_BYTES = 64 << 20
+"""Of one event: the logprobs of a long prompt are megabytes. What clients send is bounded by the configuration."""
+
 DRAIN_POLL_S = 0.02
 END_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 1.0
@@ -170,7 +173,7 @@ async def start_router(config: ClusterConfig) -> RouterServer:
 def _server_options(config: RouterConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", MAX_EVENT_BYTES),
         # gRPC's default lets a second server bind the same port without a word.
         ("grpc.so_reuseport", 0),
         # A client that was unplugged sends no end: without pings its pages would be busy until its answer is complete.

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.errors import ContextExceeded, DeadlineExceeded, FieldNotSupported, InvalidRequest, PromptEmpty
+from cluster.errors import ContextExceeded, DeadlineExceeded, InvalidRequest, PromptEmpty
 from workers.request import Request
+
+MAX_PROMPT_LOGPROBS = 400_000
+"""Entries in the answer to one request, some 6 MB: it is one message, and others wait behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +43,6 @@ def check_request(request: Request, settings: EngineSettings, max_pool_tokens: i
         raise PromptEmpty("prompt_token_ids: at least one token is needed; got none", field="prompt_token_ids")
     if request.deadline is not None and request.deadline <= request.arrival:
         raise DeadlineExceeded("the deadline had passed when the request arrived", field="remaining_ms", value=0)
-    if sampling.prompt_logprobs is not None:
-        raise FieldNotSupported("prompt_logprobs: not served by this version", field="prompt_logprobs")
     if sampling.max_tokens < 1:
         raise InvalidRequest.of("max_tokens", sampling.max_tokens, "must be at least 1", limit="1")
     if sampling.n < 1:
@@ -50,6 +51,7 @@ def check_request(request: Request, settings: EngineSettings, max_pool_tokens: i
     for field, ids in _id_fields(request):
         _check_ids(field, ids, settings.vocab_size)
     _check_length(request, settings, max_pool_tokens)
+    _check_scores(request)
 
 
 def _check_outputs(request: Request) -> None:
@@ -98,3 +100,10 @@ def _check_length(request: Request, settings: EngineSettings, max_pool_tokens: i
                 limit=limit,
                 prompt_tokens=prompt,
             )
+
+
+def _check_scores(request: Request) -> None:
+    asked = request.sampling.prompt_logprobs
+    if asked is not None and (asked + 1) * len(request.prompt) > MAX_PROMPT_LOGPROBS:
+        rule = f"must be at most {MAX_PROMPT_LOGPROBS:,} over the {len(request.prompt)} prompt tokens, with their own"
+        raise InvalidRequest.of("prompt_logprobs", asked, rule, limit=str(MAX_PROMPT_LOGPROBS))

@@ -37,6 +37,19 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Score:
+    """Prompt tokens of one row whose log-probabilities are asked for, given all that stands before each."""
+
+    row: int
+    first: int  # the row's token, counted from its first in this step, whose logits are about targets[0]
+    targets: Int32  # the tokens that follow it and the next ones
+    top: int  # most likely tokens to tell beside each
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """R rows with T tokens in all. CSR arrays need no padding, so no padding can be mistaken for a page.
 
@@ -54,6 +67,7 @@ class StepPlan:
     blocks: Int32  # [sum of block table lengths]
     draws: tuple[Draw, ...]  # in order of row
     copies: Int32  # [C, 2] pages (from, to) copied before anything is written (copy on write)
+    scores: tuple[Score, ...] = ()  # in order of row
 
     @property
     def num_rows(self) -> int:
@@ -75,6 +89,7 @@ class StepResult:
     logprobs: tuple[PositionLogprobs | None, ...]
     forward_s: float  # the model's forward pass
     sample_s: float
+    scores: tuple[tuple[PositionLogprobs, ...] | None, ...] = ()  # of each Score; None where logits were not finite
 
 
 MASK_EMPTY = -1

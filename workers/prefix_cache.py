@@ -46,9 +46,9 @@ class PrefixCache:
         self._promised: dict[BlockHash, Sequence] = {}
 
     def match(self, sequence: Sequence) -> Prefix:
-        """The longest published prefix that leaves at least one token to compute.
+        """The longest published prefix of tokens whose logits nobody needs.
 
-        The last known token is always computed, for its logits are needed.
+        Those of the last known token always are, so a full hit still computes one.
         """
         found: list[int] = []
         for block_hash in self._usable_hashes(sequence):
@@ -122,7 +122,7 @@ class PrefixCache:
         if not self._enabled:
             return []
         self._extend_hashes(sequence, sequence.num_known // self._block_tokens)
-        return sequence.hashes[: (sequence.num_known - 1) // self._block_tokens]
+        return sequence.hashes[: sequence.num_reusable // self._block_tokens]
 
     def _extend_hashes(self, sequence: Sequence, full: int) -> None:
         """Hash what became full since the last call; nothing is hashed twice."""

@@ -13,15 +13,19 @@ import torch
 from cluster.config import AttentionName
 from cluster.errors import ProtocolError
 from workers.attention.interface import Batch, Int64, KVPages, spell_out
+from workers.logprobs import position_logprobs
 from workers.model import backend
 from workers.model.config import ModelConfig
 from workers.model.llama import Model
-from workers.plan import Draw, StepPlan, StepResult
+from workers.plan import Draw, Score, StepPlan, StepResult
 from workers.request import PositionLogprobs, SamplingParams
 
 log = logging.getLogger(__name__)
 
 NOT_CARRIED = -1
+
+SCORED_AT_ONCE = 64
+"""Rows of logits that are made at once for prompt logprobs."""
 
 
 class TokenSampler(Protocol):
@@ -67,7 +71,10 @@ class Runner:
         """Run one step. Raises ProtocolError if the plan contradicts itself or the step before it."""
         start = time.perf_counter()
         self.pages.copy(plan.copies)
-        logits = self.model.forward(self._batch(plan), self.pages, self._backend)
+        batch = self._batch(plan)
+        hidden = self.model.forward(batch, self.pages, self._backend)
+        logits = self.model.logits(hidden[batch.last_tokens], self._backend) if plan.draws else hidden[:0]
+        scores = tuple(self._score(hidden, plan, score) for score in plan.scores)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         forwarded = time.perf_counter()
@@ -80,7 +87,21 @@ class Runner:
             logprobs=logprobs,
             forward_s=forwarded - start,
             sample_s=time.perf_counter() - forwarded,
+            scores=scores,
         )
+
+    def _score(self, hidden: torch.Tensor, plan: StepPlan, score: Score) -> tuple[PositionLogprobs, ...] | None:
+        """Prompt logprobs, a slab of rows at a time: all logits of a chunk would be 100 MB and more."""
+        found: list[PositionLogprobs] = []
+        start = int(plan.row_starts[score.row]) + score.first
+        for done in range(0, len(score), SCORED_AT_ONCE):
+            targets = score.targets[done : done + SCORED_AT_ONCE].tolist()
+            rows = hidden[start + done : start + done + len(targets)]
+            logits = self.model.logits(rows, self._backend)[:, : self.model.config.vocab_size].cpu()
+            if not bool(torch.isfinite(logits).all()):
+                return None
+            found += position_logprobs(logits.numpy(), targets, [score.top] * len(targets))
+        return tuple(found)
 
     def _warm_up(self) -> None:
         """Compile and load every kernel now, so that no request waits for it, and a failure is one of the start."""
@@ -97,7 +118,9 @@ class Runner:
             draws=tuple(_any_draw(row, temperature) for row, temperature in enumerate((0.0, 1.0))),
             copies=np.zeros((0, 2), np.int32),
         )
-        self._sampler.sample(self.model.forward(self._batch(plan), self.pages, self._backend), plan.draws)
+        batch = self._batch(plan)
+        hidden = self.model.forward(batch, self.pages, self._backend)
+        self._sampler.sample(self.model.logits(hidden[batch.last_tokens], self._backend), plan.draws)
         for pages in (*self.pages.keys, *self.pages.values):
             pages[0].zero_()
         log.info("kernels: ready after %.1f s", time.perf_counter() - start)

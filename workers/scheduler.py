@@ -249,6 +249,8 @@ class Scheduler:
                 sequence.num_computed += count
                 if index not in broken:  # whatever made NaN must not be found by others
                     self._cache.publish(sequence)
+        for score, found in zip(plan.scores, result.scores, strict=True):
+            self._take_scores(rows[score.row].sequence, found)
         for draw, token, logprobs in zip(plan.draws, result.tokens, result.logprobs, strict=True):
             self._append(rows[draw.row].sequence, token, logprobs)
 
@@ -268,6 +270,14 @@ class Scheduler:
             if sequence.finished:
                 self._give_back_pages(sequence)
         return given
+
+    def _take_scores(self, sequence: Sequence, found: tuple[PositionLogprobs, ...] | None) -> None:
+        if sequence.finished:
+            return
+        if found is None:
+            self._fail(sequence.state, QuireError("the model gave NaN or infinity within the prompt"))
+        else:
+            sequence.state.take_scores(found)
 
     def _append(self, sequence: Sequence, token: int, logprobs: PositionLogprobs | None) -> None:
         if sequence.finished:
@@ -387,6 +397,7 @@ def _build(step: int, given: _Budget, block_tokens: int) -> StepPlan:
     stops = [sequence.num_computed + count for sequence, count in rows]
     tokens = [row.sequence.tokens(row.sequence.num_computed, stop) for row, stop in zip(rows, stops, strict=True)]
     tables = [row.sequence.table.view(0, -(-stop // block_tokens)) for row, stop in zip(rows, stops, strict=True)]
+    scores = [row.sequence.score(index, row.num_tokens) for index, row in enumerate(rows)]
     draws = [row.sequence.draw(index) for index, row in enumerate(rows) if row.num_tokens == row.sequence.num_missing]
     return StepPlan(
         step=step,
@@ -398,6 +409,7 @@ def _build(step: int, given: _Budget, block_tokens: int) -> StepPlan:
         blocks=np.concatenate(tables),
         draws=tuple(draws),
         copies=np.array([copy[1:] for copy in given.copies], dtype=np.int32).reshape(-1, 2),
+        scores=tuple(score for score in scores if score is not None),
     )
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from cluster.blocks import BlockHash
-from workers.plan import Draw, Int32
-from workers.request import Admitted, Finished, FinishReason, Request, Usage
+from workers.plan import Draw, Int32, Score
+from workers.request import Admitted, Finished, FinishReason, PositionLogprobs, Request, Usage
 
 
 class Int32Buffer:
@@ -65,6 +65,8 @@ class RequestState:
         self.admitted_at: float | None = None
         self.announced = False
         self.preemptions = 0
+        self.num_scored = 0  # prompt tokens, from the second on, whose logprobs have been computed
+        self._prompt_logprobs: list[PositionLogprobs] = []  # of those, until they are told
         outputs = request.outputs or ((),) * request.sampling.n
         self.samples = [Sequence(self, index, output) for index, output in enumerate(outputs)]
         self.unfinished = len(self.samples)
@@ -78,12 +80,26 @@ class RequestState:
         self.cached_tokens = min(cached_tokens, len(self.prompt))
         return True
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether all prompt logprobs that were asked for are there. The first sample computes them."""
+        asked = self.request.sampling.prompt_logprobs is not None
+        return not asked or self.num_scored == len(self.prompt) - 1
+
+    def take_scores(self, found: Iterable[PositionLogprobs]) -> None:
+        """The logprobs of the next prompt tokens."""
+        before = len(self._prompt_logprobs)
+        self._prompt_logprobs.extend(found)
+        self.num_scored += len(self._prompt_logprobs) - before
+
     def announce(self) -> Admitted | None:
         """What the request's first output tells, once."""
         if self.announced or self.admitted_at is None:
             return None
         self.announced = True
-        return Admitted(self.cached_tokens, max(0.0, self.admitted_at - self.request.arrival))
+        queued = max(0.0, self.admitted_at - self.request.arrival)
+        told, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        return Admitted(self.cached_tokens, queued, told)
 
     def usage(self) -> Usage:
         """Of all samples so far."""
@@ -125,8 +141,18 @@ class Sequence:
         return len(self.state.prompt) + len(self.outputs)
 
     @property
+    def num_reusable(self) -> int:
+        """First tokens whose KV may come from elsewhere: it is all that is known of them then, no logits."""
+        if self.index == 0 and not self.state.is_scored:
+            return self.state.num_scored
+        return self.num_known - 1
+
+    @property
     def awaits_sample(self) -> bool:
-        """Whether another sample that runs is computing the prompt, which this one then shares."""
+        """Whether another sample is computing the prompt, or its logprobs, for this one too."""
+        first = self.state.samples[0]
+        if self is not first and not first.finished and not self.state.is_scored:
+            return True
         wanted = len(self.state.prompt) - 1
         running = [sample.num_computed for sample in self.state.samples if len(sample.table)]
         return bool(running) and max(running) < wanted
@@ -151,6 +177,17 @@ class Sequence:
         sampling = self.state.request.sampling
         allow_stop = len(self.outputs) >= sampling.min_tokens
         return Draw(row, sampling, self.index, self.state.prompt, self.outputs.view(), allow_stop)
+
+    def score(self, row: int, count: int) -> Score | None:
+        """Which prompt logprobs come out when the next ``count`` tokens are computed; None when none do."""
+        state = self.state
+        if self.index != 0 or state.is_scored:
+            return None
+        done = state.num_scored  # the logits of token i are about token i + 1
+        targets = state.prompt[max(self.num_computed, done) + 1 : self.num_computed + count + 1]
+        if not len(targets):
+            return None
+        return Score(row, max(0, done - self.num_computed), targets, state.request.sampling.prompt_logprobs or 0)
 
     def end(self, eos_token_ids: frozenset[int]) -> Finished | None:
         """How the sample has ended by its last output token, if it has."""

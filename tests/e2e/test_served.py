@@ -100,6 +100,25 @@ def test_a_chat_streams_and_a_follow_up_reuses_its_pages(client: Client) -> None
     assert usage.completion_tokens == len(second.tokens)
 
 
+def test_prompt_logprobs_and_samples_of_one_prompt(client: Client) -> None:
+    """Asked for twice, the second time where the prompt's pages are there; with samples that share them."""
+    text = "The capital of France is Paris, the capital of Italy is Rome, and the capital of Spain is Madrid."
+    asked: dict[str, Any] = {"max_tokens": 3, "n": 3, "seed": 5, "prompt_logprobs": 2, "echo": True, "timeout_s": 240.0}
+    runs = [hear(client.generate(text, **asked)) for _ in range(2)]
+    for run in runs:
+        started, echoes = run.events[0].started, run.events[1:4]
+        assert [(event.delta.index, event.delta.text) for event in echoes] == [(i, text) for i in range(3)]
+        assert "".join(entry.token.text for entry in started.prompt_logprobs) == text.removeprefix("The")
+        assert len(started.prompt_logprobs) == started.prompt_tokens - 1
+        assert all(len(entry.top) == 2 for entry in started.prompt_logprobs)
+        named = [entry.token for entry in started.prompt_logprobs if entry.token.text in (" Rome", " Madrid")]
+        assert all(token.rank == 1 and math.exp(token.logprob) > 0.5 for token in named), "it knows its capitals"
+        assert len({event.finished.index for event in run.events if event.HasField("finished")}) == 3
+    values = [[entry.token.logprob for entry in run.events[0].started.prompt_logprobs] for run in runs]
+    assert values[0] == pytest.approx(values[1], abs=1e-4)
+    assert runs[0].tokens == runs[1].tokens
+
+
 def test_32_chats_at_once_equal_their_solo_runs(client: Client) -> None:
     questions = [f"{number}. Say something about the number {number * 7}." for number in range(32)]
 

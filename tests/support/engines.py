@@ -12,7 +12,7 @@ from workers.engine import Engine, EngineSettings
 from workers.group import LocalGroup
 from workers.model.llama import Model
 from workers.plan import StepPlan, StepResult
-from workers.request import Failed, Finished, Request, RequestKey, SamplingParams
+from workers.request import Failed, Finished, PositionLogprobs, Request, RequestKey, SamplingParams
 from workers.runner import Runner
 from workers.sampler import Sampler
 
@@ -27,6 +27,7 @@ class Result:
     cached_tokens: int = 0
     preemptions: int = 0
     ends: list[Finished | Failed] = field(default_factory=list)
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
 
 
 class CountingGroup(LocalGroup):
@@ -93,6 +94,7 @@ class Driven:
                 result.tokens[output.index] += output.token_ids
                 if output.admitted is not None:
                     result.cached_tokens = output.admitted.cached_tokens
+                    result.prompt_logprobs = output.admitted.prompt_logprobs
                 if output.end is not None:
                     result.ends.append(output.end)
                     if isinstance(output.end, Finished):

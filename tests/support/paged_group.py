@@ -15,8 +15,8 @@ import numpy as np
 from cluster.blocks import BlockHash, root
 from workers.block_pool import CacheEvents
 from workers.engine import Engine, EngineSettings
-from workers.plan import MASK_EMPTY, StepPlan, StepResult
-from workers.request import Failed, Output, Request, RequestKey, SamplingParams
+from workers.plan import MASK_EMPTY, Score, StepPlan, StepResult
+from workers.request import Failed, Logprob, Output, PositionLogprobs, Request, RequestKey, SamplingParams
 
 VOCAB = 50
 EOS = 0
@@ -46,7 +46,8 @@ class PagedGroup:
         if self.broken:
             raise GroupBroke
         tokens = tuple(self._draw(plan, index) for index in range(len(plan.draws)))
-        return StepResult(plan.step, tokens, (None,) * len(tokens), forward_s=0.01, sample_s=0.001)
+        scores = tuple(self._score(plan, score) for score in plan.scores)
+        return StepResult(plan.step, tokens, (None,) * len(tokens), forward_s=0.01, sample_s=0.001, scores=scores)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -73,6 +74,14 @@ class PagedGroup:
             self.pages[slot] = token, start + offset
         return slots
 
+    def _score(self, plan: StepPlan, score: Score) -> tuple[PositionLogprobs, ...]:
+        seen = self.pages[self._table(plan, score.row)].reshape(-1, 2)
+        start, stop = (int(plan.row_starts[score.row + i]) for i in (0, 1))
+        assert score.first + len(score) <= stop - start, "logits are asked for that the step does not compute"
+        first = int(plan.num_computed[score.row]) + score.first
+        assert seen[: first + len(score), 1].tolist() == list(range(first + len(score)))
+        return tuple(scored(seen[: first + i + 1, 0].tolist(), int(t)) for i, t in enumerate(score.targets))
+
     def _draw(self, plan: StepPlan, index: int) -> int:
         draw = plan.draws[index]
         table = self._table(plan, draw.row)
@@ -90,6 +99,17 @@ def drawn_token(known: Sequence[int], seed: int, sample: int, allow_stop: bool) 
     digest = hashlib.blake2b(repr((list(known), seed, sample)).encode(), digest_size=4).digest()
     token = int.from_bytes(digest) % VOCAB
     return token if allow_stop or token != EOS else 1
+
+
+def scored(before: Sequence[int], token: int) -> PositionLogprobs:
+    """The logprob of ``token`` behind ``before``, as the model of these tests has it."""
+    digest = hashlib.blake2b(repr((list(before), token)).encode(), digest_size=4).digest()
+    return PositionLogprobs(Logprob(token, -float(int.from_bytes(digest)), 1), ())
+
+
+def expected_scores(prompt: Sequence[int]) -> list[PositionLogprobs]:
+    """Of every prompt token but the first."""
+    return [scored(prompt[:i], prompt[i]) for i in range(1, len(prompt))]
 
 
 def expected_tokens(request: Request, sample: int = 0) -> list[int]:

@@ -16,6 +16,7 @@ from tests.support.paged_group import (
     CacheReplica,
     GroupBroke,
     ends_of,
+    expected_scores,
     expected_tokens,
     failure_of,
     make_engine,
@@ -146,6 +147,25 @@ def test_samples_that_are_preempted_or_whose_step_fails(
     engine.check()
     for index in range(n):
         assert tokens_of(outputs, "a", index) == expected_tokens(request, index)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(PROMPTS, min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 30), st.integers(8, 40), st.booleans()
+)
+def test_prompt_logprobs_are_the_same_cold_and_warm(
+    prompts: list[list[int]], n: int, budget: int, num_blocks: int, cache: bool
+) -> None:
+    """In chunks, with samples, over preemption, beside requests that want none, and where the prompt is cached."""
+    engine, _ = make_engine(num_blocks=num_blocks, max_batch_tokens=budget, max_running=6, prefix_cache=cache)
+    for turn in range(2):
+        plain = [make_request(f"plain{turn}{i}", prompt, 5) for i, prompt in enumerate(prompts)]
+        asking = [make_request(f"{turn}{i}", prompt, 9, n=n, prompt_logprobs=0) for i, prompt in enumerate(prompts)]
+        outputs = check_same_tokens([*plain, *asking], engine)
+        for request in asking:
+            mine = [output for output in outputs if output.key == request.key]
+            told = [output.admitted.prompt_logprobs for output in mine if output.admitted is not None]
+            assert [list(positions) for positions in told] == [expected_scores(request.prompt)]
 
 
 @settings(max_examples=30, deadline=None)

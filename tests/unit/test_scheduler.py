@@ -13,7 +13,6 @@ from cluster.blocks import root
 from cluster.errors import (
     ContextExceeded,
     DeadlineExceeded,
-    FieldNotSupported,
     InvalidRequest,
     Overloaded,
     PromptEmpty,
@@ -540,10 +539,12 @@ def test_outputs_that_contradict_the_request_are_refused(outputs: tuple[tuple[in
     assert error.metadata["field"] == "output_token_ids"
 
 
-def test_prompt_logprobs_are_refused_not_ignored() -> None:
-    engine, _ = make_engine()
-    error = refusal(engine, sampling=make_request("a", [1], 4, prompt_logprobs=1).sampling)
-    assert isinstance(error, FieldNotSupported)
+def test_more_prompt_logprobs_than_one_message_holds_are_refused() -> None:
+    engine, _ = make_engine(num_blocks=20_000, max_context_tokens=80_000)
+    error = refusal(engine, prompt=[1] * 40_000, sampling=make_request("a", [1], 4, prompt_logprobs=10).sampling)
+    assert isinstance(error, InvalidRequest)
+    assert error.metadata == {"field": "prompt_logprobs", "value": "10", "limit": "400000"}
+    engine.submit(make_request("b", [1] * 40_000, 4, prompt_logprobs=9))
 
 
 # -- stops -----------------------------------------------------------------------------------------------------------

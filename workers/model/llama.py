@@ -50,7 +50,7 @@ class Model:
     def forward(self, batch: Batch, pages: KVPages, backend: Backend) -> torch.Tensor:
         """Compute the step's tokens and write their keys and values.
 
-        Returns the logits of each draw, [S, vocab_size] in fp32.
+        Returns the hidden state of each, [T, hidden], from which ``logits`` makes those that are needed.
         """
         config, ops = self.config, backend.ops
         self._rope.cover(batch.max_position + 1)
@@ -62,10 +62,12 @@ class Model:
             x = layer.down(ops.silu_mul(layer.gate_up(x)))
             if i + 1 < config.layers:
                 x = ops.add_rms_norm(residual, x, self._layers[i + 1].attention_norm, config.rms_norm_eps)
-        if not len(batch.last_tokens):  # every row is in the middle of its prompt
-            return residual.new_empty(0, config.vocab_size, dtype=torch.float32)
-        last = (residual + x)[batch.last_tokens]
-        return self._head(ops.rms_norm(last, self._norm, config.rms_norm_eps)).float()
+        return residual + x
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor, backend: Backend) -> torch.Tensor:
+        """Of hidden states [S, hidden] that ``forward`` returned: [S, vocab_size] in fp32; may be overwritten."""
+        return self._head(backend.ops.rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()
 
     def _attention(
         self, x: torch.Tensor, layer: Layer, batch: Batch, keys: torch.Tensor, values: torch.Tensor, backend: Backend
