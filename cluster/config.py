@@ -39,6 +39,11 @@ class EngineConfig(Frozen):
         description="Memory for KV pages. Unset: max_running whole contexts, at most a quarter of free memory.",
     )
     max_batch_tokens: Positive = Field(512, description="Token budget of one step, over prefill and decode.")
+    step_target_ms: Positive | None = Field(
+        200,
+        description="A step in which sequences decode takes about this long at most: prompts get smaller chunks. "
+        "null: only max_batch_tokens bounds it.",
+    )
     max_running: Positive = Field(32, description="Sequences that run at once.")
     max_waiting: Positive = Field(256, description="Requests that wait in a group before it refuses.")
     max_context_tokens: Positive | None = Field(

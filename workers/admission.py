@@ -26,6 +26,7 @@ class EngineSettings:
     prefix_cache: bool
     eos_token_ids: frozenset[int]
     vocab_size: int
+    step_target_s: float | None = None  # of a step in which sequences decode; None: max_batch_tokens alone bounds it
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "max_batch_tokens", "max_running", "max_waiting", "max_context_tokens"):

@@ -90,7 +90,7 @@ class Engine:
         the next one.
         """
         self._scheduler.expire(now)
-        plan = self._scheduler.plan(now)
+        plan = self._scheduler.plan(now, self._tokens_beside_decodes())
         if plan is not None:
             try:
                 result = self._group.execute(plan)
@@ -100,6 +100,10 @@ class Engine:
             self._scheduler.commit(plan, result)
             self._meter.record(plan, result, self._scheduler.totals.requests_finished)
         return self._scheduler.take_outputs()
+
+    def _tokens_beside_decodes(self) -> int | None:
+        target = self._settings.step_target_s
+        return None if target is None else self._meter.step_times.tokens_within(target)
 
     @property
     def has_work(self) -> bool:

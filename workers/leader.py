@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from cluster.blocks import Namespace
-from cluster.config import ClusterConfig, DType, load
+from cluster.config import ClusterConfig, load
 from cluster.errors import ConfigError, QuireError
 from cluster.membership import GroupRecord, Registry
 from cluster.models import ModelFiles, resolve, tokenizer_digest, weights_digest
@@ -181,44 +179,30 @@ def _token(config: ClusterConfig) -> str:
 
 
 def _build(config: ClusterConfig) -> _Built:
-    from workers.engine import Engine, EngineSettings
+    from workers import assembly
+    from workers.engine import Engine
     from workers.group import LocalGroup
     from workers.model import load as load_model
-    from workers.runner import Runner, bytes_per_block
-    from workers.sampler import Sampler
+    from workers.runner import bytes_per_block
 
-    device, dtype = _device(config), _dtype(config)
-    threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) // config.groups)
+    engine = config.engine
+    device = assembly.choose_device(engine)
+    dtype = assembly.choose_dtype(engine, device)
+    threads = engine.threads or max(1, len(os.sched_getaffinity(0)) // config.groups)
     _use_threads(threads)
     files = resolve(config.model, name=config.model_name)
     model = load_model(files, dtype, device)
-    context = _context(config, model.config.max_context)
+    settings = assembly.make_settings(engine, model.config)
     num_blocks = pool_blocks(
-        bytes_per_block=bytes_per_block(model.config, config.engine.block_tokens, dtype),
-        block_tokens=config.engine.block_tokens,
-        max_context_tokens=context,
-        max_running=config.engine.max_running,
-        free_bytes=_free_bytes(device),
-        wanted_bytes=config.engine.kv_memory_bytes,
+        bytes_per_block=bytes_per_block(model.config, engine.block_tokens, dtype),
+        block_tokens=engine.block_tokens,
+        max_context_tokens=settings.max_context_tokens,
+        max_running=engine.max_running,
+        free_bytes=assembly.free_bytes(device),
+        wanted_bytes=engine.kv_memory_bytes,
         groups_on_host=config.groups if device.type == "cpu" else 1,
     )
-    settings = EngineSettings(
-        block_tokens=config.engine.block_tokens,
-        max_batch_tokens=config.engine.max_batch_tokens,
-        max_running=config.engine.max_running,
-        max_waiting=config.engine.max_waiting,
-        max_context_tokens=context,
-        prefix_cache=config.engine.prefix_cache,
-        eos_token_ids=frozenset(model.config.eos_token_ids),
-        vocab_size=model.config.vocab_size,
-    )
-    runner = Runner(
-        model,
-        block_tokens=config.engine.block_tokens,
-        num_blocks=num_blocks,
-        attention=config.engine.attention,
-        sampler=Sampler(model.config.vocab_size, model.config.eos_token_ids),
-    )
+    runner = assembly.make_runner(model, engine, num_blocks)
     group = LocalGroup(runner)
     return _Built(
         group=group,
@@ -232,42 +216,8 @@ def _build(config: ClusterConfig) -> _Built:
     )
 
 
-def _device(config: ClusterConfig) -> torch.device:
-    import torch
-
-    wanted = config.engine.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device: cuda is asked for, and there is no CUDA device here", field="engine.device")
-    on_card = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
-    return torch.device("cuda", 0) if on_card else torch.device("cpu")
-
-
-def _dtype(config: ClusterConfig) -> torch.dtype:
-    import torch
-
-    by_name: dict[DType, torch.dtype] = {
-        "auto": torch.float32 if _device(config).type == "cpu" else torch.bfloat16,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }
-    return by_name[config.engine.dtype]
-
-
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _context(config: ClusterConfig, trained: int) -> int:
-    wanted = config.engine.max_context_tokens
-    if wanted is not None and wanted > trained:
-        raise ConfigError(
-            f"engine.max_context_tokens: {wanted} is more than the {trained} that the model was trained for",
-            field="engine.max_context_tokens",
-            value=wanted,
-            limit=trained,
-        )
-    return wanted or trained
 
 
 def _namespace(config: ClusterConfig, files: ModelFiles, model: ModelConfig, dtype: str) -> str:
@@ -293,24 +243,6 @@ def _use_threads(count: int) -> None:
     from workers.threads import set_threads
 
     set_threads(count)
-
-
-def _free_bytes(device: torch.device) -> int:
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return min(psutil.virtual_memory().available, _cgroup_free_bytes())
-
-
-def _cgroup_free_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
-    """What a container's limit leaves; beyond it the kernel kills us without a word. Without a limit: a huge number."""
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
-        return sys.maxsize if limit == "max" else max(0, int(limit) - used)
-    except (OSError, ValueError):
-        return sys.maxsize
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------

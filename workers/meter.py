@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from workers.plan import StepPlan, StepResult
+from workers.step_times import StepTimes
 
 _WEIGHT = 0.1
 """Of the newest step: the average follows a change within some twenty steps."""
@@ -22,6 +23,7 @@ class Meter:
         self.decode_tokens_per_s = 0.0
         self.step_ms = 0.0
         self.steps = 0
+        self.step_times = StepTimes()
         self._request_s = 0.0  # busy time between two ends of requests
         self._since_end_s = 0.0
         self._finished = 0
@@ -31,6 +33,7 @@ class Meter:
         seconds = max(result.forward_s + result.sample_s, 1e-9)
         self.steps += 1
         self.step_ms = _average(self.step_ms, 1e3 * seconds)
+        self.step_times.record(plan.num_tokens, seconds)
         draws, tokens = len(plan.draws), plan.num_tokens
         # A mixed step's time cannot be divided fairly: it counts for what most of its tokens were.
         if tokens >= max(2 * draws, _REPRESENTATIVE_TOKENS):

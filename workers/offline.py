@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cluster.config import EngineConfig
-from cluster.errors import ConfigError
-from workers.engine import Engine, EngineSettings
+from workers import assembly
+from workers.engine import Engine
 from workers.group import LocalGroup, StepRunner
 from workers.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    import torch
-
     from cluster.models import ModelFiles
     from workers.model.llama import Model
 
@@ -54,40 +52,22 @@ class Offline:
     """A loaded model with its KV pages; makes fresh engines over them, one at a time."""
 
     def __init__(self, model: Model, config: EngineConfig, threads: int, num_blocks: int) -> None:
-        from workers.runner import Runner
-        from workers.sampler import Sampler
-
         self.model = model
         self.config = config
         self.threads = threads
-        self.runner = Runner(
-            model,
-            block_tokens=config.block_tokens,
-            num_blocks=num_blocks,
-            attention=config.attention,
-            sampler=Sampler(model.config.vocab_size, model.config.eos_token_ids),
-        )
+        self.runner = assembly.make_runner(model, config, num_blocks)
 
     @property
     def max_context_tokens(self) -> int:
         """Prompt plus output of a request, as the model and the pages allow."""
-        context = self.config.max_context_tokens or self.model.config.max_context
+        context = assembly.choose_context(self.config, self.model.config.max_context)
         return min(context, self.runner.num_blocks * self.config.block_tokens)
 
     def engine(self, observe: Callable[[ExecutedStep], None] = lambda step: None) -> tuple[Engine, ObservedGroup]:
         """An empty engine; nothing of an earlier one is cached in it."""
-        config, model = self.config, self.model.config
         group = ObservedGroup(self.runner, observe)
-        settings = EngineSettings(
-            block_tokens=config.block_tokens,
-            max_batch_tokens=config.max_batch_tokens,
-            max_running=config.max_running,
-            max_waiting=max(config.max_waiting, DEFAULT_WAITING),
-            max_context_tokens=self.config.max_context_tokens or model.max_context,
-            prefix_cache=config.prefix_cache,
-            eos_token_ids=frozenset(model.eos_token_ids),
-            vocab_size=model.vocab_size,
-        )
+        settings = assembly.make_settings(self.config, self.model.config)
+        settings = replace(settings, max_waiting=max(settings.max_waiting, DEFAULT_WAITING))
         return Engine(group, settings), group
 
 
@@ -105,8 +85,8 @@ def load_offline(files: ModelFiles, config: EngineConfig, *, default_kv_tokens: 
 
     threads = config.threads or len(os.sched_getaffinity(0))
     set_threads(threads)
-    device = _device(config)
-    model = load(files, _dtype(config, device), device)
+    device = assembly.choose_device(config)
+    model = load(files, assembly.choose_dtype(config, device), device)
     blocks = -(-default_kv_tokens // config.block_tokens)
     if config.kv_memory_bytes is not None:
         blocks = pool_blocks(
@@ -114,32 +94,8 @@ def load_offline(files: ModelFiles, config: EngineConfig, *, default_kv_tokens: 
             block_tokens=config.block_tokens,
             max_context_tokens=model.config.max_context,
             max_running=config.max_running,
-            free_bytes=_free_bytes(device),
+            free_bytes=assembly.free_bytes(device),
             wanted_bytes=config.kv_memory_bytes,
             groups_on_host=1,
         )
     return Offline(model, config, min(threads, torch.get_num_threads()), blocks)
-
-
-def _device(config: EngineConfig) -> torch.device:
-    import torch
-
-    found = torch.cuda.is_available()
-    if config.device == "cuda" and not found:
-        raise ConfigError("engine.device: cuda is asked for, and there is no CUDA device here", field="engine.device")
-    return torch.device("cuda", 0) if found and config.device != "cpu" else torch.device("cpu")
-
-
-def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    import torch
-
-    if config.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
-
-
-def _free_bytes(device: torch.device) -> int:
-    import psutil
-    import torch
-
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -134,12 +134,16 @@ class Scheduler:
 
     # -- planning --------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when nothing can run. Raises RuntimeError while a step is in flight."""
+    def plan(self, now: float, tokens_beside_decodes: int | None = None) -> StepPlan | None:
+        """The next step, or None when nothing can run. Raises RuntimeError while a step is in flight.
+
+        ``tokens_beside_decodes``: the budget of a step in which sequences decode, so that they need not wait for long
+        chunks; it is raised to what lets every decode and one page of a prompt progress. None: the usual budget.
+        """
         if self._in_flight is not None:
             raise RuntimeError("a step is in flight; commit or abandon it first")
-        budget = _Budget(self._settings.max_batch_tokens)
         pages_lacked = self._make_room()
+        budget = _Budget(self._tokens_of_step(tokens_beside_decodes))
         self._share(budget)
         if not pages_lacked:
             self._admit(budget, now)
@@ -148,6 +152,12 @@ class Scheduler:
         self._step += 1
         self._in_flight = (self._step, budget)
         return _build(self._step, budget, self._settings.block_tokens)
+
+    def _tokens_of_step(self, beside_decodes: int | None) -> int:
+        decodes = sum(sequence.num_missing == 1 for sequence in self._running)
+        if beside_decodes is None or not decodes:
+            return self._settings.max_batch_tokens
+        return min(self._settings.max_batch_tokens, max(beside_decodes, decodes + self._settings.block_tokens))
 
     def _share(self, budget: _Budget) -> None:
         """Running sequences: those that miss one token before those that miss many, so that no long prompt starves

@@ -66,8 +66,8 @@ def engine_on(model: str = MODEL, *, pool_tokens: int = 16_384, **settings: Any)
 
 
 def again(offline: Offline, *, pool_tokens: int = 16_384, **settings: Any) -> Offline:
-    """Another engine over the same weights."""
-    config = EngineConfig(**settings)
+    """Another engine over the same weights. Its steps depend on no clock unless asked to: two runs must be alike."""
+    config = EngineConfig(**{"step_target_ms": None, **settings})
     return Offline(offline.model, config, offline.threads, -(-pool_tokens // config.block_tokens))
 
 
