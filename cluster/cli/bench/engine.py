@@ -32,6 +32,10 @@ def bench_engine(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; unset: all cores.")] = None,
     attention: Annotated[str, typer.Option(help="auto, reference or cpu.")] = "auto",
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 512,
+    step_target_ms: Annotated[
+        int | None,
+        typer.Option(min=1, help="Time of a step in which sequences decode; unset: unbounded, for throughput."),
+    ] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 32,
     block_tokens: Annotated[int, typer.Option(help="Tokens of a KV block: 8, 16, 32, 64 or 128.")] = 16,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for KV pages, as 2GiB; unset: 32,768 tokens.")] = None,
@@ -61,6 +65,7 @@ def bench_engine(
         "threads": threads,
         "attention": attention,
         "max_batch_tokens": max_batch_tokens,
+        "step_target_ms": step_target_ms,
         "max_running": max_running,
         "block_tokens": block_tokens,
         "kv_memory_bytes": None if kv_memory is None else kv_arithmetic.parse_size(kv_memory, "--kv-memory"),
