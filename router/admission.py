@@ -74,8 +74,9 @@ class Admission:
 def check_deadline(remaining_ms: float | None, earliest_ms: float) -> None:
     """Raise DeadlineExceeded when even the lower bound of the prediction is too late."""
     if remaining_ms is not None and earliest_ms > remaining_ms:
+        left_ms = max(0, round(remaining_ms))
         raise DeadlineExceeded(
-            f"the first token cannot come in {remaining_ms:.0f} ms: it takes {earliest_ms:.0f} ms at least",
-            value=round(remaining_ms),
+            f"the first token cannot come in the {left_ms} ms that are left: it takes {earliest_ms:.0f} ms at least",
+            value=left_ms,
             limit=round(earliest_ms),
         )
