@@ -113,3 +113,58 @@ def test_no_machine_path_or_unfinished_mark_in_the_source() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             if "pb" not in path.parts:
                 assert not marks.search(path.read_text()), f"{path} is unfinished"
+
+
+BUGS = {
+    "Text": (
+        "a stop string spread over several tokens leaks its head",
+        "stop text and EOS in one multi-token step",
+        "min_tokens ignored by stop strings",
+        "min_tokens ignored by second EOS ids",
+        "the first delta repeats the prompt",
+        "characters lost or doubled between deltas",
+        "two BOS tokens after a chat template",
+    ),
+    "Sampling": (
+        "temperature 1e-5 gives inf",
+        "a greedy row in a mixed batch",
+        "top_k above the vocabulary",
+        "a seeded request changes when a neighbour has no seed",
+        "preemption restarts the generator",
+        "everything masked → token 0 comes out",
+        "a token id outside the vocabulary",
+        "logprob −inf is not JSON",
+        "penalties that ignore the part of the prompt that came from the cache",
+        "a row changes with its neighbours",
+    ),
+    "Limits": (
+        "an empty prompt kills the server",
+        "a prompt exactly as long as the context, one less, one more",
+        "a request that fits the context but not the page pool blocks the queue",
+    ),
+    "Pages": (
+        "a full prefix hit leaves zero tokens to run",
+        "a preempted request comes back with a stale hit count",
+        "freed while a step still writes them",
+        "abort before the first step, abort while loading, abort twice",
+        "a block published before it is complete poisons a prefix",
+        "a padding slot of -1 writes into the last page",
+    ),
+}
+"""What broke in other engines, each by the words that the docstring of our test names it with."""
+
+
+def test_what_broke_elsewhere_is_tested_here_by_name() -> None:
+    named = [
+        " ".join((ast.get_docstring(node) or "").split())
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+    ]
+    missing = [
+        f"{kind}: {bug}"
+        for kind, bugs in BUGS.items()
+        for bug in bugs
+        if not any(f"{kind}: " in text and bug in text for text in named)
+    ]
+    assert missing == []

@@ -39,7 +39,10 @@ def test_products_are_right(columns: int, depth: int, threads: int) -> None:
 
 
 def test_no_row_depends_on_its_neighbours(threads: int) -> None:
-    """Alone and in any batch: the same to the last bit, and on any number of threads."""
+    """Sampling: a row changes with its neighbours, there by a scale that the batch shared.
+
+    Here alone and in any batch it is the same to the last bit, and on any number of threads.
+    """
     random = torch.Generator().manual_seed(0)
     weight, x = torch.randn(200, 96, generator=random), torch.randn(300, 96, generator=random)
     layer = Linear(weight)

@@ -141,6 +141,7 @@ def test_what_a_page_held_before_does_not_matter(model: Model) -> None:
 
 
 def test_a_step_writes_into_no_page_but_its_own(model: Model) -> None:
+    """Pages: a padding slot of -1 writes into the last page."""
     driver, _ = stepper(model)
     pages = driver.runner.pages
     assert not pages.keys[0].any(), "the warm-up leaves pages empty"

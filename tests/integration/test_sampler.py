@@ -291,12 +291,14 @@ def test_the_noise_is_gumbel() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-5])
 def test_a_tiny_temperature_is_greedy_and_finite(temperature: float) -> None:
+    """Sampling: temperature 1e-5 gives inf."""
     logits = np.linspace(-300, 300, VOCAB)
     for seed in range(20):
         assert sample(logits, draw_of(params_of(temperature=temperature, seed=seed))) == (VOCAB - 1,)
 
 
 def test_top_k_above_the_vocabulary_keeps_all() -> None:
+    """Sampling: top_k above the vocabulary."""
     for seed in range(50):
         free = sample(np.zeros(VOCAB), draw_of(params_of(seed=seed)))
         assert sample(np.zeros(VOCAB), draw_of(params_of(seed=seed, top_k=2**31))) == free

@@ -183,6 +183,7 @@ def _with_bos(folder: Path, template: str) -> Tokenizer:
 
 
 def test_a_bos_comes_once_whoever_writes_it(tmp_path: Path) -> None:
+    """Text: two BOS tokens after a chat template."""
     made = _with_bos(tmp_path / "m", "{{ bos_token }}{% for m in messages %} {{ m.content }}{% endfor %}")
     assert made.encode("hello world") == [0, 3, 4]
     assert made.encode("<s> hello world") == [0, 3, 4]

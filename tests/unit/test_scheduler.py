@@ -199,6 +199,7 @@ def test_preempted_pages_stay_cached_and_are_found_again() -> None:
 
 
 def test_a_preempted_request_comes_back_with_its_first_hit_count() -> None:
+    """Pages: a preempted request comes back with a stale hit count."""
     engine, _ = make_engine(num_blocks=9, max_batch_tokens=64)
     old, young = make_request("old", range(1, 14), 12), make_request("young", range(20, 33), 12, arrival=1.0)
     engine.submit(old)
@@ -232,6 +233,7 @@ def test_nothing_is_planned_while_a_step_is_in_flight() -> None:
 
 
 def test_pages_are_not_freed_while_a_step_still_writes_them() -> None:
+    """Pages: freed while a step still writes them."""
     scheduler = Scheduler(16, make_settings())
     group = PagedGroup(16, 4)
     first, second = make_request("a", [1, 2, 3, 4, 5]), make_request("b", [6, 7, 8])
@@ -263,6 +265,7 @@ def test_a_failed_step_leaves_the_pages_consistent_and_can_be_repeated() -> None
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_cancel_before_the_first_step_while_computing_and_twice(steps: int) -> None:
+    """Pages: abort before the first step, abort while loading, abort twice."""
     engine, _ = make_engine(max_batch_tokens=8)
     request = make_request("a", range(1, 20), 5)
     engine.submit(request)
@@ -281,6 +284,7 @@ def test_cancel_before_the_first_step_while_computing_and_twice(steps: int) -> N
 
 @pytest.mark.parametrize("length", [8, 9, 11, 12])
 def test_a_full_prefix_hit_still_computes_one_token(length: int) -> None:
+    """Pages: a full prefix hit leaves zero tokens to run."""
     engine, group = make_engine()
     request = make_request("a", range(1, length + 1), 3)
     engine.submit(request)
@@ -297,6 +301,7 @@ def test_a_full_prefix_hit_still_computes_one_token(length: int) -> None:
 
 
 def test_a_block_is_published_only_when_full_and_computed() -> None:
+    """Pages: a block published before it is complete poisons a prefix."""
     engine, _ = make_engine(max_batch_tokens=6)
     engine.submit(make_request("a", range(1, 12), 3))
     published = []
@@ -430,6 +435,7 @@ def refusal(engine: Engine, **changes: object) -> Exception:
 
 
 def test_an_empty_prompt_is_refused_and_the_engine_lives() -> None:
+    """Limits: an empty prompt kills the server."""
     engine, _ = make_engine()
     assert isinstance(refusal(engine, prompt=()), PromptEmpty)
     engine.submit(make_request("b", [1], 1))
@@ -449,6 +455,7 @@ def test_an_empty_prompt_is_refused_and_the_engine_lives() -> None:
     ],
 )
 def test_ids_outside_the_vocabulary_are_refused_by_name(field: str, sampling: str | None, bad: int) -> None:
+    """Sampling: a token id outside the vocabulary."""
     engine, _ = make_engine()
     if field == "prompt_token_ids":
         error = refusal(engine, prompt=(1, bad))
@@ -465,6 +472,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(field: str, sampling: st
 @pytest.mark.parametrize(("over", "fits"), [(-1, True), (0, True), (1, False)])
 @pytest.mark.parametrize("limit", ["context", "pool"])
 def test_prompt_as_long_as_the_limit_one_less_and_one_more(limit: str, over: int, fits: bool) -> None:
+    """Limits: a prompt exactly as long as the context, one less, one more."""
     engine, _ = (
         make_engine(num_blocks=8, max_context_tokens=1000)
         if limit == "pool"
@@ -482,6 +490,7 @@ def test_prompt_as_long_as_the_limit_one_less_and_one_more(limit: str, over: int
 
 
 def test_a_request_that_fits_the_context_but_not_the_pool_blocks_nobody() -> None:
+    """Limits: a request that fits the context but not the page pool blocks the queue."""
     engine, _ = make_engine(num_blocks=4, max_context_tokens=1000)
     with pytest.raises(ContextExceeded, match="page pool"):
         engine.submit(make_request("large", range(1, 20), 10))
