@@ -57,10 +57,17 @@ ROW = st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(1, 40)))
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
     head_dim=st.sampled_from([8, 24, 64, 128]),
+    window=st.one_of(st.none(), st.sampled_from([1, 2, 7, 8, 9, 16, 33, 64, 1000])),
     seed=st.integers(0, 2**20),
 )
 def test_cpu_attention_equals_the_reference(
-    rows: list[tuple[int, int]], block_tokens: int, kv_heads: int, group: int, head_dim: int, seed: int
+    rows: list[tuple[int, int]],
+    block_tokens: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    window: int | None,
+    seed: int,
 ) -> None:
     plan = plan_of(rows, block_tokens, num_blocks=100, seed=seed)
     batch = batch_of(plan, block_tokens)
@@ -68,35 +75,46 @@ def test_cpu_attention_equals_the_reference(
     # Every slot holds something large: one that is read beyond a row's length shows.
     keys, values = (torch.randn(100, kv_heads, block_tokens, head_dim, generator=generator) * 3 for _ in range(2))
     q = torch.randn(plan.num_tokens, kv_heads * group, head_dim, generator=generator)
-    found = CpuAttention().attend(q, keys, values, batch)
-    want = ReferenceAttention().attend(q, keys, values, batch)
+    found = CpuAttention().attend(q, keys, values, batch, window)
+    want = ReferenceAttention().attend(q, keys, values, batch, window)
     assert found.shape == (plan.num_tokens, kv_heads * group * head_dim)
     torch.testing.assert_close(found, want, atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 31])
-@pytest.mark.parametrize("shape", [(8, 8), (16, 64), (16, 80), (8, 6)])
-def test_what_lies_behind_a_row_reaches_no_result(length: int, shape: tuple[int, int]) -> None:
+@settings(deadline=None, max_examples=60)
+@given(
+    row=ROW,
+    shape=st.sampled_from([(8, 8), (16, 64), (16, 80), (8, 6)]),
+    window=st.one_of(st.none(), st.sampled_from([1, 3, 8, 17, 40])),
+)
+def test_what_a_row_does_not_see_reaches_no_result(
+    row: tuple[int, int], shape: tuple[int, int], window: int | None
+) -> None:
     """Pages: a broken sequence leaves NaNs in its pages, and the next owner has not yet written all of their slots."""
     block_tokens, head_dim = shape
-    plan = plan_of([(length - 1, 1)], block_tokens, 10)
+    plan = plan_of([row], block_tokens, 20)
     batch = batch_of(plan, block_tokens)
-    keys, values = torch.full((2, 10, 2, block_tokens, head_dim), float("nan"))
-    for position in range(length):
+    computed, new = row
+    keys, values = torch.full((2, 20, 2, block_tokens, head_dim), float("nan"))
+    # A chunk's pages are gathered whole: what lies in them before the window was written once.
+    first = 0 if window is None or new > 1 else max(0, computed + new - window)
+    for position in range(first, computed + new):
         page = int(plan.blocks[position // block_tokens])
         keys[page, :, position % block_tokens] = torch.randn(2, head_dim)
         values[page, :, position % block_tokens] = torch.randn(2, head_dim)
-    q = torch.randn(1, 6, head_dim)
-    found = CpuAttention().attend(q, keys, values, batch)
-    torch.testing.assert_close(found, ReferenceAttention().attend(q, keys, values, batch), atol=1e-5, rtol=1e-5)
+    q = torch.randn(new, 6, head_dim)
+    found = CpuAttention().attend(q, keys, values, batch, window)
+    assert torch.isfinite(found).all()
+    keys, values = keys.nan_to_num(7.0), values.nan_to_num(7.0)
+    torch.testing.assert_close(found, ReferenceAttention().attend(q, keys, values, batch, window), atol=1e-5, rtol=1e-5)
 
 
 def test_extreme_scores_do_not_overflow() -> None:
     batch = batch_of(plan_of([(20, 1), (30, 3)], 8, 10), 8)
     keys, values = torch.randn(10, 1, 8, 16) * 1e4, torch.randn(10, 1, 8, 16)
     q = torch.randn(4, 2, 16) * 1e2
-    found = CpuAttention().attend(q, keys, values, batch)
-    torch.testing.assert_close(found, ReferenceAttention().attend(q, keys, values, batch), atol=1e-3, rtol=1e-3)
+    found = CpuAttention().attend(q, keys, values, batch, None)
+    torch.testing.assert_close(found, ReferenceAttention().attend(q, keys, values, batch, None), atol=1e-3, rtol=1e-3)
 
 
 @settings(deadline=None, max_examples=40)
@@ -147,7 +165,7 @@ def test_read_only_and_strided_plans_compile_nothing_anew() -> None:
     """A compilation in mid-service would stop every stream for seconds."""
     plan = plan_of([(20, 1), (30, 3)], 8, 10)
     q, keys, values = torch.randn(4, 2, 16), torch.randn(10, 1, 8, 16), torch.randn(10, 1, 8, 16)
-    want = CpuAttention().attend(q, keys, values, batch_of(plan, 8))
+    want = CpuAttention().attend(q, keys, values, batch_of(plan, 8), None)
     compiled = len(cpu._decode.signatures)
 
     def odd(values: np.ndarray) -> np.ndarray:
@@ -157,7 +175,7 @@ def test_read_only_and_strided_plans_compile_nothing_anew() -> None:
 
     names = ("row_starts", "num_computed", "block_starts", "blocks")
     other = dataclasses.replace(plan, **{name: odd(getattr(plan, name)) for name in names})
-    assert torch.equal(CpuAttention().attend(q, keys, values, batch_of(other, 8)), want)
+    assert torch.equal(CpuAttention().attend(q, keys, values, batch_of(other, 8), None), want)
     assert len(cpu._decode.signatures) == compiled
 
 

@@ -32,8 +32,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "rope yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, **YARN}},
     "rope yarn untruncated": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e3, "truncate": False, **YARN}},
     "mistral": {"family": "mistral", "sliding_window": None},
+    "mistral with a window": {"family": "mistral", "sliding_window": 21},
+    "mistral with a tiny window": {"family": "mistral", "sliding_window": 3},
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3"},
+    "qwen2 with windows": {"family": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "qwen3 with windows": {
+        "family": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 30,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }
 
 
@@ -61,9 +70,15 @@ def test_logits_equal_transformers(tmp_path: Path, kind: str, attention: Attenti
     tokens = torch.randint(0, 320, (90,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         want = theirs(torch.tensor([tokens])).logits[0, len(tokens) // 2 - 1 :]
-    found = logits_of(our_model(tmp_path), attention, tokens)
+    model = our_model(tmp_path)
+    assert any(model.config.windows) == ("window" in kind)
+    found = logits_of(model, attention, tokens)
     assert want.std() > 0.5, "logits too flat to tell a wrong model"
     assert (found - want).abs().max() < TOLERANCE
+    best = want.topk(2).values
+    clear = best[:, 0] - best[:, 1] > 2 * TOLERANCE
+    assert clear.float().mean() > 0.9
+    assert torch.equal(found.argmax(-1)[clear], want.argmax(-1)[clear]), "the greedy tokens"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

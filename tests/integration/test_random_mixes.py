@@ -134,10 +134,10 @@ class Pages(LocalGroup):
         return self._count
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+@pytest.fixture(scope="module", params=[{"family": "llama"}, {"family": "mistral", "sliding_window": 21}], ids=str)
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     folder = tmp_path_factory.mktemp("model")
-    random_model(folder, family="llama")
+    random_model(folder, **request.param)
     model = our_model(folder)
     sampler = Sampler(model.config.vocab_size, model.config.eos_token_ids)
     return Runner(model, block_tokens=BLOCK, num_blocks=PAGES, sampler=sampler)

@@ -120,15 +120,27 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
 
 
 def test_mistral_without_a_word_has_a_window() -> None:
-    with pytest.raises(ModelLoadError, match="sliding_window"):
-        parse_config(smollm2(model_type="mistral", architectures=["MistralForCausalLM"]))
+    mistral = smollm2(model_type="mistral", architectures=["MistralForCausalLM"])
+    assert parse_config(mistral).windows == (4096,) * 30
+    assert parse_config({**mistral, "sliding_window": None}).windows == (None,) * 30
+    assert parse_config({**mistral, "sliding_window": 8192}).windows == (None,) * 30, "as long as the context"
+    assert parse_config({**mistral, "sliding_window": 100}).attention_text != parse_config(mistral).attention_text
 
 
-def test_qwens_window_counts_only_with_its_flag() -> None:
+def test_qwens_window_counts_only_with_its_flag_and_in_its_layers() -> None:
     qwen = smollm2(model_type="qwen2", architectures=["Qwen2ForCausalLM"], sliding_window=512)
     assert parse_config(qwen).qkv_bias
-    with pytest.raises(ModelLoadError, match="sliding_window"):
-        parse_config({**qwen, "use_sliding_window": True})
+    assert parse_config(qwen).windows == (None,) * 30
+    qwen["use_sliding_window"] = True
+    assert parse_config(qwen).windows == (None,) * 28 + (512,) * 2
+    assert parse_config({**qwen, "max_window_layers": 0}).windows == (512,) * 30
+    kinds = ["sliding_attention", "full_attention"] * 15
+    assert parse_config({**qwen, "layer_types": kinds}).windows == (512, None) * 15
+    for wrong in (kinds[1:], ["chunked_attention"] * 30):
+        with pytest.raises(ModelLoadError, match="layer_types"):
+            parse_config({**qwen, "layer_types": wrong})
+    with pytest.raises(ModelLoadError, match="sliding_window: 0"):
+        parse_config({**qwen, "sliding_window": 0})
 
 
 def test_canonical_texts_tell_settings_apart() -> None:

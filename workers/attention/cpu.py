@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 from workers import vectors
 from workers.attention.interface import Batch
-from workers.attention.reference import gather
+from workers.attention.reference import gather, visible
 from workers.threads import exp32, helper, kernel
 
 WIDTHS = tuple(sorted({vectors.LANES, 8, 1}, reverse=True))
@@ -23,12 +23,18 @@ COLUMNS = 4
 """Vectors of values that are summed side by side: each has to wait for its own last sum."""
 
 
+_EVERYTHING = 2**31 - 1
+"""A window of any context."""
+
+
 class CpuAttention:
     """Reads decode rows' pages where they lie; must equal ReferenceAttention."""
 
     name = "cpu"
 
-    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Batch, window: int | None
+    ) -> torch.Tensor:
         """See Attention."""
         plan = batch.plan
         out = torch.empty_like(q)
@@ -36,28 +42,36 @@ class CpuAttention:
             width = next(w for w in WIDTHS if keys.shape[2] % w == 0 and keys.shape[3] % w == 0)
             _decode(
                 q.numpy(), keys.numpy(), values.numpy(), batch.single_rows, plan.row_starts, plan.num_computed,
-                plan.block_starts, plan.blocks, width, numba.get_num_threads(), out.numpy(),
+                plan.block_starts, plan.blocks, _EVERYTHING if window is None else window, width,
+                numba.get_num_threads(), out.numpy(),
             )  # fmt: skip
         for row in batch.chunk_rows:
-            self._chunk(int(row), q, keys, values, batch, out)
+            self._chunk(int(row), q, keys, values, batch, window, out)
         return out.flatten(1)
 
     def _chunk(
-        self, row: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Batch, out: torch.Tensor
+        self,
+        row: int,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: Batch,
+        window: int | None,
+        out: torch.Tensor,
     ) -> None:
         """One row of many tokens, over its earlier pages too."""
         plan = batch.plan
         start, end = plan.row_starts[row], plan.row_starts[row + 1]
-        length, used = batch.length(row), batch.used_pages(row, keys.shape[2])
-        mask = None
-        if plan.num_computed[row]:
-            mask = torch.arange(length) <= batch.positions[start:end, None]
+        used, first = batch.used_pages(row, keys.shape[2], window)
+        length = batch.length(row) - first
+        whole = bool(plan.num_computed[row] == 0) and (window is None or length <= window)
+        mask = None if whole else visible(batch.positions[start:end] - first, length, window)
         out[start:end] = torch.nn.functional.scaled_dot_product_attention(
             q[start:end].transpose(0, 1)[None],
             gather(keys, used, length)[None],
             gather(values, used, length)[None],
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=whole,
             enable_gqa=True,
         )[0].transpose(0, 1)
 
@@ -65,92 +79,93 @@ class CpuAttention:
 @kernel
 def _decode(
     q: Any, keys: Any, values: Any, rows: Any, row_starts: Any, num_computed: Any, block_starts: Any, blocks: Any,
-    width: Any, threads: Any, out: Any,
+    window: Any, width: Any, threads: Any, out: Any,
 ) -> None:  # fmt: skip
-    """Work items are (row, KV head), given to threads in runs of about equal length in tokens."""
+    """Work items are (row, KV head), given to threads in runs of about as many tokens that are seen."""
     kv_heads = keys.shape[1]
     total = np.int64(0)
     for r in rows:
-        total += num_computed[r] + 1
+        total += min(num_computed[r] + 1, window)
     total *= kv_heads
     for thread in numba.prange(threads):
         first, last = total * thread // threads, total * (thread + 1) // threads
         before = np.int64(0)
         for r in rows:
-            length = num_computed[r] + 1
+            length = np.int64(num_computed[r] + 1)
+            seen = min(length, window)
             for kv_head in range(kv_heads):
-                middle = before + length // 2
+                middle = before + seen // 2
                 if first <= middle < last:
                     _attend_one(
-                        q, row_starts[r], keys, values, blocks, block_starts[r], np.int64(length), kv_head, width, out
-                    )
-                before += length
+                        q, row_starts[r], keys, values, blocks, block_starts[r], length - seen, length, kv_head,
+                        width, out,
+                    )  # fmt: skip
+                before += seen
 
 
-# Below, arrays go by whole with indices, or as addresses, never as slices: a slice counts references to the pages,
+# Below, pages and queries go by whole with indices, or as addresses, never as slices: a slice counts references,
 # atomically, and the threads would fight for that one counter.
 
 
 @helper
 def _attend_one(
-    q: Any, token: Any, keys: Any, values: Any, blocks: Any, first_block: Any, length: Any, kv_head: Any, width: Any,
-    out: Any,
+    q: Any, token: Any, keys: Any, values: Any, blocks: Any, first_block: Any, first: Any, length: Any, kv_head: Any,
+    width: Any, out: Any,
 ) -> None:  # fmt: skip
-    """One token's query heads over one KV head: all scores, their softmax, then the weighted sum of values.
+    """One token's query heads over one KV head's slots [first, length): all scores, their softmax, the sum of values.
 
-    Slots behind ``length`` count for nothing: their scores are not read again, their values never, since a NaN that a
-    broken sequence left there would spread even with a weight of 0.
+    Other slots count for nothing: their scores are not read again, their values never, since a NaN that a broken
+    sequence left there would spread even with a weight of 0.
     """
     kv_heads, block_tokens, head_dim = keys.shape[1], keys.shape[2], keys.shape[3]
     group = q.shape[1] // kv_heads
-    pages = (length + block_tokens - 1) // block_tokens
-    page_bytes = 4 * block_tokens * head_dim
-    scores = np.empty((group, pages * block_tokens), np.float32)
-    score_row = 4 * pages * block_tokens
-    queries = q.ctypes.data + 4 * head_dim * (token * q.shape[1] + kv_head * group)
-    for b in range(pages):
-        page = keys.ctypes.data + page_bytes * (blocks[first_block + b] * kv_heads + kv_head)
-        ahead = min(b + 1, pages - 1)
-        _prefetch(keys.ctypes.data + page_bytes * (blocks[first_block + ahead] * kv_heads + kv_head), page_bytes)
-        filled = min(block_tokens, length - b * block_tokens)
+    first_page, last_page = first // block_tokens, (length - 1) // block_tokens
+    begin = first_page * block_tokens  # the position that scores[:, 0] is about
+    scores = np.empty((group, (last_page + 1) * block_tokens - begin), np.float32)
+    page_bytes, score_row = 4 * block_tokens * head_dim, 4 * scores.shape[1]
+    head = 4 * head_dim * (token * q.shape[1] + kv_head * group)
+    # Taken once: each look at an array's address counts a reference too.
+    queries, target, weights = q.ctypes.data + head, out.ctypes.data + head, scores.ctypes.data
+    all_keys, all_values = keys.ctypes.data + page_bytes * kv_head, values.ctypes.data + page_bytes * kv_head
+    for b in range(first_page, last_page + 1):
+        page = all_keys + page_bytes * kv_heads * blocks[first_block + b]
+        _prefetch(all_keys + page_bytes * kv_heads * blocks[first_block + min(b + 1, last_page)], page_bytes)
         for g in range(group):
-            for s in range(0, filled, width):
+            for s in range(0, min(block_tokens, length - b * block_tokens), width):
                 _scores(
                     width, queries + 4 * head_dim * g, page + 4 * head_dim * s, head_dim,
-                    scores.ctypes.data + score_row * g + 4 * (b * block_tokens + s),
+                    weights + score_row * g + 4 * (b * block_tokens - begin + s),
                 )  # fmt: skip
     for g in range(group):
-        _softmax(scores, g, length, np.float32(1) / np.sqrt(np.float32(head_dim)))
-    target = out.ctypes.data + 4 * head_dim * (token * q.shape[1] + kv_head * group)
-    for g in range(group):
+        _softmax(scores[g, first - begin : length - begin], np.float32(1) / np.sqrt(np.float32(head_dim)))
         for i in range(head_dim):
             out[token, kv_head * group + g, i] = np.float32(0)
-    for b in range(pages):
-        page = values.ctypes.data + page_bytes * (blocks[first_block + b] * kv_heads + kv_head)
-        ahead = min(b + 1, pages - 1)
-        _prefetch(values.ctypes.data + page_bytes * (blocks[first_block + ahead] * kv_heads + kv_head), page_bytes)
-        filled = min(block_tokens, length - b * block_tokens)
+    for b in range(first_page, last_page + 1):
+        page = all_values + page_bytes * kv_heads * blocks[first_block + b]
+        _prefetch(all_values + page_bytes * kv_heads * blocks[first_block + min(b + 1, last_page)], page_bytes)
+        skipped = max(0, first - b * block_tokens)
+        filled = min(block_tokens, length - b * block_tokens) - skipped
         for g in range(group):
             _add_weighted(
-                width, scores.ctypes.data + score_row * g + 4 * b * block_tokens, filled, page, head_dim,
-                target + 4 * head_dim * g,
+                width, weights + score_row * g + 4 * (b * block_tokens - begin + skipped), filled,
+                page + 4 * head_dim * skipped, head_dim, target + 4 * head_dim * g,
             )  # fmt: skip
 
 
 @helper
-def _softmax(scores: Any, g: Any, length: Any, scale: Any) -> None:
-    """Row ``g``'s first ``length`` scores to their softmax, in place."""
-    top = scores[g, 0]
-    for s in range(1, length):
-        top = max(top, scores[g, s])
+def _softmax(scores: Any, scale: Any) -> None:
+    """In place. (A view, so that its indices begin at 0: where they might be negative no loop becomes vectors.)"""
+    top = scores[0]
+    for s in range(1, scores.shape[0]):
+        top = max(top, scores[s])
     total = np.float32(0)
-    for s in range(length):
-        weight = exp32((scores[g, s] - top) * scale)
-        scores[g, s] = weight
+    for s in range(scores.shape[0]):
+        weight = exp32((scores[s] - top) * scale)
+        scores[s] = weight
         total += weight
     inverse = np.float32(1) / total
-    for s in range(length):
-        scores[g, s] *= inverse
+    for s in range(scores.shape[0]):
+        scores[s] *= inverse
 
 
 @helper

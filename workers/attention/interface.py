@@ -38,11 +38,14 @@ class Batch:
         plan = self.plan
         return int(plan.num_computed[row] + plan.row_starts[row + 1] - plan.row_starts[row])
 
-    def used_pages(self, row: int, block_tokens: int) -> torch.Tensor:
-        """The pages that hold them, in order; an int64 tensor on the model's device."""
+    def used_pages(self, row: int, block_tokens: int, window: int | None = None) -> tuple[torch.Tensor, int]:
+        """The pages that hold what the row sees, in order, as an int64 tensor on the model's device; and the position
+        that the first of them begins with."""
+        seen = 0 if window is None else max(0, int(self.plan.num_computed[row]) + 1 - window)
+        skipped = seen // block_tokens
         first = self.plan.block_starts[row]
-        used = self.plan.blocks[first : first + -(-self.length(row) // block_tokens)]
-        return torch.from_numpy(used.astype(np.int64)).to(self.token_ids.device)
+        used = self.plan.blocks[first + skipped : first + -(-self.length(row) // block_tokens)]
+        return torch.from_numpy(used.astype(np.int64)).to(self.token_ids.device), skipped * block_tokens
 
 
 def spell_out(plan: StepPlan, token_ids: Int64, block_tokens: int, device: torch.device) -> Batch:
@@ -132,14 +135,17 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class Attention(Protocol):
-    """Softmax attention of each token over all positions of its row up to its own."""
+    """Softmax attention of each token over the positions of its row up to its own."""
 
     name: str
 
-    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Batch, window: int | None
+    ) -> torch.Tensor:
         """``q``: [T, heads, head_dim]; ``keys``, ``values``: one layer's pages, the step's own already written.
 
-        Returns [T, heads * head_dim]. Query head h reads KV head ``h // (heads // kv_heads)``; scores are scaled by
+        ``window``: how many positions a token sees, its own among them; None: all up to its own. Returns
+        [T, heads * head_dim]. Query head h reads KV head ``h // (heads // kv_heads)``; scores are scaled by
         ``head_dim ** -0.5``.
         """
         ...

@@ -18,26 +18,34 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Batch, window: int | None
+    ) -> torch.Tensor:
         """See Attention."""
         plan = batch.plan
         out = torch.empty_like(q)
         for row in range(plan.num_rows):
             start, end = plan.row_starts[row], plan.row_starts[row + 1]
-            length, used = batch.length(row), batch.used_pages(row, keys.shape[2])
-            out[start:end] = _attend(
-                q[start:end], gather(keys, used, length), gather(values, used, length), batch.positions[start:end]
-            )
+            used, first = batch.used_pages(row, keys.shape[2], window)
+            length = batch.length(row) - first
+            hidden = ~visible(batch.positions[start:end] - first, length, window)
+            out[start:end] = _attend(q[start:end], gather(keys, used, length), gather(values, used, length), hidden)
         return out.flatten(1)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """q: [n, heads, d]; k, v: [kv_heads, length, d]; positions: [n]. Returns [n, heads, d]."""
+def visible(positions: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
+    """[n, length]: whether the token at each of ``positions`` [n] sees key j."""
+    keys = torch.arange(length, device=positions.device)
+    seen = keys <= positions[:, None]
+    return seen if window is None else seen & (keys > positions[:, None] - window)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """q: [n, heads, d]; k, v: [kv_heads, length, d]; hidden: [n, length]. Returns [n, heads, d]."""
     n, heads, head_dim = q.shape
-    kv_heads, length, _ = k.shape
+    kv_heads = k.shape[0]
     grouped = q.float().view(n, kv_heads, heads // kv_heads, head_dim)
     scores = torch.einsum("nkgd,kld->nkgl", grouped, k.float()) * head_dim**-0.5
-    later = torch.arange(length, device=q.device) > positions[:, None]
-    scores.masked_fill_(later[:, None, None, :], float("-inf"))
+    scores.masked_fill_(hidden[:, None, None, :], float("-inf"))
     out = torch.einsum("nkgl,kld->nkgd", scores.softmax(-1), v.float())
     return out.reshape(n, heads, head_dim).to(q.dtype)

@@ -26,7 +26,7 @@ class Family:
     max_context: int
     rms_norm_eps: float = 1e-6
     sliding_window: int | None = None  # where the config is silent
-    window_needs_flag: bool = False  # sliding_window counts only with use_sliding_window
+    window_needs_flag: bool = False  # sliding_window counts only with use_sliding_window, from max_window_layers on
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -79,6 +79,7 @@ class ModelConfig:
     qkv_bias: bool
     qk_norm: bool
     rope: RopeConfig
+    windows: tuple[int | None, ...]  # of each layer: how many positions a token sees, its own among them; None: all
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -90,7 +91,7 @@ class ModelConfig:
     def attention_text(self) -> str:
         """Every other setting that decides what K and V hold, in one canonical text."""
         facts = {
-            "window": None,
+            "window": self.windows if any(self.windows) else None,
             "scale": "head_dim**-0.5",
             "qk_norm": self.qk_norm,
             "qkv_bias": self.qkv_bias,
@@ -127,10 +128,10 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     if head_dim % 2:
         raise _refusal("head_dim", head_dim, "an even number, since rope turns pairs")
     max_context = _positive(raw, "max_position_embeddings", default=family.max_context)
-    vocab_size = _positive(raw, "vocab_size")
-    config = ModelConfig(
+    vocab_size, layers = _positive(raw, "vocab_size"), _positive(raw, "num_hidden_layers")
+    return ModelConfig(
         model_type=cast(str, model_type),
-        layers=_positive(raw, "num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
         intermediate=_positive(raw, "intermediate_size"),
         heads=heads,
@@ -143,10 +144,9 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         rope=_rope(raw, max_context),
+        windows=_windows(raw, family, layers, max_context),
         eos_token_ids=_token_ids(raw, "eos_token_id", vocab_size),
     )
-    _refuse_window(raw, family, max_context)
-    return config
 
 
 def _refusal(field: str, value: object, served: str) -> ModelLoadError:
@@ -170,13 +170,27 @@ def _refuse_unserved(raw: Mapping[str, Any], family: Family) -> None:
             raise _refusal(field, raw[field], " or ".join("unset" if v is None else repr(v) for v in values))
 
 
-def _refuse_window(raw: Mapping[str, Any], family: Family, max_context: int) -> None:
-    """A window at least as long as the context changes nothing; a shorter one is not served."""
+LAYER_TYPES = ("full_attention", "sliding_attention")
+DEFAULT_MAX_WINDOW_LAYERS = 28  # of Qwen2 and Qwen3
+
+
+def _windows(raw: Mapping[str, Any], family: Family, layers: int, max_context: int) -> tuple[int | None, ...]:
+    """A window at least as long as the context changes nothing, and counts as none."""
     if family.window_needs_flag and not _flag(raw, "use_sliding_window"):
-        return
-    window = raw.get("sliding_window", family.sliding_window)
-    if window is not None and window < max_context:
-        raise _refusal("sliding_window", window, f"none, or one of the whole context ({max_context})")
+        return (None,) * layers
+    window: int | None = None
+    if raw.get("sliding_window", family.sliding_window) is not None:
+        window = _positive(raw, "sliding_window", default=family.sliding_window)
+        if family.sliding_window is None and window < max_context:
+            raise _refusal("sliding_window", window, f"none for {family.architecture}")
+    full = _positive(raw, "max_window_layers", default=DEFAULT_MAX_WINDOW_LAYERS, least=0)
+    kinds = [LAYER_TYPES[not family.window_needs_flag or layer >= full] for layer in range(layers)]
+    if family.window_needs_flag and raw.get("layer_types") is not None:
+        kinds = list(raw["layer_types"])
+        if len(kinds) != layers or not set(kinds) <= set(LAYER_TYPES):
+            raise _refusal("layer_types", raw["layer_types"], f"{layers} of {' or '.join(LAYER_TYPES)}")
+    short = window is not None and window < max_context
+    return tuple(window if short and kind == "sliding_attention" else None for kind in kinds)
 
 
 def _rope(raw: Mapping[str, Any], max_context: int) -> RopeConfig:
@@ -219,11 +233,11 @@ _ROPE_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # kind:
 }
 
 
-def _positive(raw: Mapping[str, Any], field: str, *, default: int | None = None) -> int:
+def _positive(raw: Mapping[str, Any], field: str, *, default: int | None = None, least: int = 1) -> int:
     value = raw.get(field)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _refusal(field, value, "a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise _refusal(field, value, f"an integer of at least {least}")
     return value
 
 

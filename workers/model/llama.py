@@ -57,7 +57,7 @@ class Model:
         residual = torch.nn.functional.embedding(batch.token_ids, self._embedding)
         x = ops.rms_norm(residual, self._layers[0].attention_norm, config.rms_norm_eps)
         for i, layer in enumerate(self._layers):
-            x = layer.output(self._attention(x, layer, batch, pages.keys[i], pages.values[i], backend))
+            x = layer.output(self._attention(x, i, batch, pages, backend))
             x = ops.add_rms_norm(residual, x, layer.mlp_norm, config.rms_norm_eps)
             x = layer.down(ops.silu_mul(layer.gate_up(x)))
             if i + 1 < config.layers:
@@ -69,14 +69,13 @@ class Model:
         """Of hidden states [S, hidden] that ``forward`` returned: [S, vocab_size] in fp32; may be overwritten."""
         return self._head(backend.ops.rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()
 
-    def _attention(
-        self, x: torch.Tensor, layer: Layer, batch: Batch, keys: torch.Tensor, values: torch.Tensor, backend: Backend
-    ) -> torch.Tensor:
+    def _attention(self, x: torch.Tensor, i: int, batch: Batch, pages: KVPages, backend: Backend) -> torch.Tensor:
+        layer, keys, values = self._layers[i], pages.keys[i], pages.values[i]
         qkv = layer.qkv(x)
         if layer.q_norm is not None and layer.k_norm is not None:
             self._norm_heads(qkv, layer.q_norm, layer.k_norm, backend.ops)
         q = backend.ops.rope_and_store(qkv, self._rope, batch, keys, values)
-        return backend.attention.attend(q, keys, values, batch)
+        return backend.attention.attend(q, keys, values, batch, self.config.windows[i])
 
     def _norm_heads(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor, ops: Ops) -> None:
         """Norm each head of q and of k in place (Qwen3)."""
