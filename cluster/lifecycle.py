@@ -23,7 +23,7 @@ from types import TracebackType
 
 import psutil
 
-from cluster.errors import DependencyUnreachable
+from cluster.errors import DependencyUnreachable, QuireError
 
 _log = logging.getLogger("quire.lifecycle")  # not through telemetry, which is a sibling layer
 
@@ -191,7 +191,7 @@ class EmbeddedRedis:
             self._ready.set()
             while not self._stopping.wait(self._CHECK_S):
                 if self._process is None or self._process.poll() is not None:
-                    self._restart()
+                    self._restart_or_say_why()
         except DependencyUnreachable as error:
             self._error = error
             self._ready.set()
@@ -210,6 +210,13 @@ class EmbeddedRedis:
             if self._fixed_port:
                 break
         raise DependencyUnreachable(f"redis: the embedded redis-server does not start: {self._last_words()}")
+
+    def _restart_or_say_why(self) -> None:
+        try:
+            self._restart()
+        except (OSError, QuireError) as error:  # no process, no disk, no program: it may be back in a moment
+            _log.error("embedded redis-server cannot be started again, trying on: %s", error)
+            self._stopping.wait(1.0)
 
     def _restart(self) -> None:
         code = self._process.poll() if self._process is not None else None

@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from types import TracebackType
-from typing import cast
+from typing import cast, get_type_hints
 from urllib.parse import urlsplit, urlunsplit
 
 from redis.asyncio import Redis
@@ -264,7 +264,11 @@ class Watcher:
         failures = 0
         while True:
             await asyncio.sleep(min(self._poll_s * 2**failures, max(self._poll_s, MAX_BACKOFF_S)))
-            failures = 0 if await self._look() else min(failures + 1, 8)
+            try:
+                failures = 0 if await self._look() else min(failures + 1, 8)
+            except Exception:  # noqa: BLE001 - whatever a listener made of it: membership must go on being followed
+                _log.exception("a change of the membership could not be told")
+                failures = min(failures + 1, 8)
 
     async def _look(self) -> bool:
         try:
@@ -354,7 +358,12 @@ def _parsed(value: bytes) -> tuple[str, tuple[GroupRecord, float]] | None:
     try:
         raw: Mapping[str, object] = json.loads(value)
         record = GroupRecord(**{field.name: raw[field.name] for field in fields(GroupRecord)})  # type: ignore[arg-type]
-        return record.group_id, (record, float(cast(float, raw["lease_s"])))
+        kinds = get_type_hints(GroupRecord)
+        wrong = [name for name, kind in kinds.items() if not isinstance(getattr(record, name), kind)]
+        lease_s = raw["lease_s"]
+        if wrong or not isinstance(lease_s, int | float) or not 0 < lease_s < float("inf"):
+            raise TypeError(f"{wrong or 'lease_s'} of the wrong type")
+        return record.group_id, (record, float(lease_s))
     except (ValueError, KeyError, TypeError) as error:
         _log.warning("a group's record cannot be read and is ignored: %r", error)
         return None

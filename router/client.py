@@ -11,7 +11,9 @@ Errors are the classes of cluster.errors.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,7 +96,8 @@ class Stream:
         self._start = start
         self._deadline = _Deadline(timeout_s)
         self._retry = retry
-        self._cancelled = False
+        self._cancelled = threading.Event()
+        self._lock = threading.Lock()  # a call is not replaced while it is cancelled
         self._events = self._iterate()
         self._call: Any = start(self._deadline.left_s())
 
@@ -112,8 +115,9 @@ class Stream:
 
     def cancel(self) -> None:
         """Stop the generation; the iteration then ends. Idempotent, harmless after the end."""
-        self._cancelled = True
-        self._call.cancel()
+        with self._lock:
+            self._cancelled.set()
+            self._call.cancel()
 
     def text(self) -> str:
         """Read to the end; the whole text of the first sample."""
@@ -129,7 +133,7 @@ class Stream:
                     yield event
                 return
             except grpc.RpcError as rpc_error:
-                if self._cancelled:
+                if self._cancelled.is_set():
                     return
                 error = from_rpc_error(rpc_error)
                 delay_s = None if received else self._retry.delay_s(error, attempt, self._deadline.left_s())
@@ -138,11 +142,12 @@ class Stream:
             except GeneratorExit:
                 self.cancel()  # the iterator was dropped half-way: nobody wants the rest
                 raise
-            time.sleep(delay_s)
-            if self._cancelled:
-                return
+            self._cancelled.wait(delay_s)
             attempt += 1
-            self._call = self._start(self._deadline.left_s())
+            with self._lock:
+                if self._cancelled.is_set():
+                    return
+                self._call = self._start(self._deadline.left_s())
 
 
 class Client:
@@ -276,7 +281,7 @@ class AsyncStream:
         self._start = start
         self._deadline = _Deadline(timeout_s)
         self._retry = retry
-        self._cancelled = False
+        self._cancelled = asyncio.Event()
         self._events = self._iterate()
         self._call: Any = start(self._deadline.left_s())
 
@@ -296,7 +301,7 @@ class AsyncStream:
 
     def cancel(self) -> None:
         """Stop the generation; the iteration then ends. Idempotent, harmless after the end."""
-        self._cancelled = True
+        self._cancelled.set()
         self._call.cancel()
 
     async def text(self) -> str:
@@ -315,22 +320,22 @@ class AsyncStream:
                     yield event
                 return
             except grpc.RpcError as rpc_error:
-                if self._cancelled:
+                if self._cancelled.is_set():
                     return
                 error = from_rpc_error(rpc_error)
                 delay_s = None if received else self._retry.delay_s(error, attempt, self._deadline.left_s())
                 if delay_s is None:
                     raise error from rpc_error
             except asyncio.CancelledError:
-                if self._cancelled and not _being_cancelled():
+                if self._cancelled.is_set() and not _being_cancelled():
                     return  # grpc.aio's way to say that the call was cancelled
                 self.cancel()
                 raise
             except GeneratorExit:
                 self.cancel()
                 raise
-            await asyncio.sleep(delay_s)
-            if self._cancelled:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._cancelled.wait(), delay_s)
                 return
             attempt += 1
             self._call = self._start(self._deadline.left_s())

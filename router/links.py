@@ -33,6 +33,7 @@ from router.policy import GroupView
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 CLOSE_TIMEOUT_S = 5.0
+MISSED_BEATS = 3
 LOOKS_PER_SILENCE = 4
 
 _log = get_logger("links")
@@ -295,17 +296,23 @@ class GroupLink:
             await self._outbox_ready.wait()
 
     async def _watch(self) -> None:
-        """Raise GroupLost when no frame came for group_silence_s: a frozen or unplugged peer closes nothing.
+        """Raise GroupLost when no frame came for ``_silence_s``: a frozen or unplugged peer closes nothing.
 
         Counted in looks: when this process itself stood still, that is one look, and not the silence of every group.
         """
         missed = 0
         seen = self.last_frame
         while missed < LOOKS_PER_SILENCE:
-            await asyncio.sleep(self._config.group_silence_s / LOOKS_PER_SILENCE)
+            await asyncio.sleep(self._silence_s / LOOKS_PER_SILENCE)
             missed = missed + 1 if self.last_frame == seen else 0
             seen = self.last_frame
-        raise GroupLost(f"no frame for {self._config.group_silence_s:g} s", group=self.record.group_id)
+        raise GroupLost(f"no frame for {self._silence_s:g} s", group=self.record.group_id)
+
+    @property
+    def _silence_s(self) -> float:
+        """Our own limit, and never less than a few of the beats that the group has promised."""
+        beat_s = 0.0 if self.hello is None else self.hello.heartbeat_ms / 1000
+        return max(self._config.group_silence_s, MISSED_BEATS * beat_s)
 
     # -- frames ------------------------------------------------------------------------------------------------------
 
@@ -382,9 +389,9 @@ class GroupLink:
         return GroupView(
             key=self.key,
             cached_tokens=cached_tokens,
-            waiting_requests=load.waiting_requests,
+            waiting_sequences=load.waiting_sequences,
             waiting_prefill_tokens=load.waiting_prefill_tokens,
-            running_requests=load.running_requests,
+            running_sequences=load.running_sequences,
             max_running=hello.max_running,
             # Before the first load frame: an idle group.
             usable_blocks=load.free_blocks + load.cached_blocks if load.total_blocks else hello.total_blocks,

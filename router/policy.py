@@ -51,9 +51,9 @@ class GroupView:
 
     key: str
     cached_tokens: int  # of the request's prompt, believed to be in the group's pages
-    waiting_requests: int = 0
+    waiting_sequences: int = 0
     waiting_prefill_tokens: int = 0
-    running_requests: int = 0
+    running_sequences: int = 0
     max_running: int = 1
     usable_blocks: int = 0  # free or cached
     used_blocks: int = 0
@@ -162,7 +162,7 @@ def uncached_tokens(facts: RequestFacts, group: GroupView) -> int:
 
 def _slot_wait_ms(group: GroupView) -> float:
     """Until a sequence slot is free: 0 while there is one."""
-    excess = group.running_requests + group.waiting_requests + group.sent_requests + 1 - group.max_running
+    excess = group.running_sequences + group.waiting_sequences + group.sent_requests + 1 - group.max_running
     return max(0, excess) * _ms_between_ends(group)
 
 
@@ -172,7 +172,7 @@ def _page_wait_ms(facts: RequestFacts, group: GroupView) -> float:
     lacking = math.ceil(uncached_tokens(facts, group) / group.block_tokens) + sent - group.usable_blocks
     if lacking <= 0:
         return 0.0
-    blocks_per_end = max(1.0, group.used_blocks / max(1, group.running_requests))
+    blocks_per_end = max(1.0, group.used_blocks / max(1, group.running_sequences))
     return lacking / blocks_per_end * _ms_between_ends(group)
 
 
@@ -183,7 +183,7 @@ def _ms_between_ends(group: GroupView) -> float:
 
 
 def _others_ms(facts: RequestFacts, group: GroupView) -> float:
-    others = group.running_requests + group.waiting_requests + group.sent_requests
+    others = group.running_sequences + group.waiting_sequences + group.sent_requests
     prefill_ms = 1000 * uncached_tokens(facts, group) / _rate(group.prefill_tokens_per_s, COLD_PREFILL_TOKENS_PER_S)
     return others * (PREFILL_WEIGHT * prefill_ms + DECODE_WEIGHT * _step_ms(group))
 

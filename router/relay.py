@@ -27,6 +27,9 @@ from router.validation import ValidRequest
 
 _log = get_logger("relay")
 
+RECOVERY_MS = 5_000
+"""When to come back after the last group was lost: a new one starts in some ten, and a call waits for it too."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
@@ -99,8 +102,10 @@ class Relay:
         if links:
             return links
         if self._namespace is not None:
-            raise GroupLost("the group that ran the request is gone, and there is no other of its kind")
-        raise NoGroup(f"no group can take the request; waited {wait_s:g} s for one", retry_after_ms=1000)
+            raise GroupLost(
+                "the group that ran the request is gone, and there is no other of its kind", retry_after_ms=RECOVERY_MS
+            )
+        raise NoGroup(f"no group can take the request; waited {wait_s:g} s for one", retry_after_ms=RECOVERY_MS)
 
     def _fits(self, link: GroupLink) -> bool:
         hello = link.hello

@@ -9,12 +9,16 @@ from typing import Any, TypeVar
 
 from cluster.config import ClusterConfig
 from cluster.errors import InvalidRequest, ModelLoadError, ModelNotFound, QuireError
+from cluster.limits import MAX_BAD_SEQUENCES
 from cluster.models import hf_config, resolve
 from router.tokenizer import Tokenizer
 from router.validation import Conversation, Message
 
 LONG_TEXT_CHARACTERS = 2_000
 """Longer inputs go to a thread: the event loop carries everybody's tokens."""
+
+MOST_TOKENS_OF_A_BAD_WORD = 4
+"""Of spellings in which a word is forbidden, beside the tokenizer's own: longer ones are many, and hardly occur."""
 
 THREADS = 2
 
@@ -66,9 +70,10 @@ class ServedModel:
         """Token ids of a conversation in the chat template. Raises InvalidRequest for what the template refuses."""
         if not self.tokenizer.has_chat_template:
             raise InvalidRequest.of("model", self.name, "has no chat template; use Generate")
-        size = sum(len(message["content"]) for message in conversation.messages)
+        # A template is a program, and what it takes does not follow from the length of the contents.
         return await self._run(
-            size, lambda: self._render(conversation.messages, conversation.variables, add_generation_prompt)
+            LONG_TEXT_CHARACTERS + 1,
+            lambda: self._render(conversation.messages, conversation.variables, add_generation_prompt),
         )
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -82,14 +87,19 @@ class ServedModel:
         return await self._run(10 * len(ids), lambda: list(map(self.tokenizer.token_text, ids)))
 
     async def tokenizations(self, words: Sequence[str]) -> list[list[int]]:
-        """The ways in which a text can hold these words: at its beginning and after a space. No one twice."""
-        return await self._run(sum(map(len, words)), lambda: self._tokenizations(words))
+        """The ways in which a text can hold these words, as the proto says: none twice. Raises InvalidRequest."""
+        return await self._run(LONG_TEXT_CHARACTERS + 1 if words else 0, lambda: self._tokenizations(words))
 
     def _tokenizations(self, words: Sequence[str]) -> list[list[int]]:
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word, " " + word.lstrip(" ")):
                 found[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+                for ids in self.tokenizer.spellings(text, MOST_TOKENS_OF_A_BAD_WORD):
+                    found[tuple(ids)] = None
+            if len(found) > MAX_BAD_SEQUENCES:
+                rule = f"have more than {MAX_BAD_SEQUENCES} spellings; name fewer or shorter ones"
+                raise InvalidRequest.of("options.bad_words", len(words), rule, limit=str(MAX_BAD_SEQUENCES))
         return [list(ids) for ids in found if ids]
 
     def _render(

@@ -30,6 +30,7 @@ from router.served import ServedModel
 from router.service import AdminServicer, InferenceServicer, Service
 from router.sessions import Affinity
 
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 SERVICES = tuple(service.full_name for service in inference_pb2.DESCRIPTOR.services_by_name.values())
 MAX_EVENT_BYTES = 64 << 20
 """Of one event: the logprobs of a long prompt are megabytes. What clients send is bounded by the configuration."""
@@ -141,10 +142,15 @@ class RouterServer:
             await self._set_health()
 
     async def _set_health(self) -> None:
-        """Green while a request could be answered; a long prefill changes nothing, a group without a stream does."""
-        serving = bool(self._groups.usable(self._model.name)) and not self._draining
+        """Inference is green while a request could be answered: a long prefill changes nothing, lost streams do.
+
+        The process ("") and Admin are until it drains: a restart because the groups are gone would help nobody.
+        """
         kind = health_pb2.HealthCheckResponse
         for name in ("", *SERVICES):
+            serving = not self._draining
+            if name == INFERENCE:
+                serving = serving and bool(self._groups.usable(self._model.name))
             await self._health.set(name, kind.SERVING if serving else kind.NOT_SERVING)
 
 

@@ -6,6 +6,7 @@ methods of transformers' classes change its truncation settings in each call, an
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,7 @@ class Tokenizer:
         self.is_byte_level = isinstance(self._backend.decoder, tokenizers.decoders.ByteLevel)
         added = self._backend.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._texts: dict[int, str] = {}  # of single tokens: a vocabulary of them at most
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens are added as the model's tokenizer is configured to, a BOS never twice."""
@@ -92,7 +94,47 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself; U+FFFD for a part of a character."""
-        return self.decode([token_id], skip_special_tokens=False)
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def spellings(self, text: str, most_tokens: int) -> list[list[int]]:
+        """Every way in which up to ``most_tokens`` tokens of the vocabulary spell a text, the shortest first.
+
+        A model may write a word in other tokens than those that encoding gives.
+        """
+        vocabulary, longest = self._by_bytes
+        found: list[list[int]] = []
+        begun: list[tuple[bytes, list[int]]] = [(text.encode(), [])]
+        for left in range(most_tokens - 1, -1, -1):
+            longer: list[tuple[bytes, list[int]]] = []
+            for rest, ids in begun:
+                for length in range(1, min(len(rest), longest) + 1):
+                    for token_id in vocabulary.get(rest[:length], ()):
+                        if length == len(rest):
+                            found.append([*ids, token_id])
+                        elif len(rest) - length <= left * longest:
+                            longer.append((rest[length:], [*ids, token_id]))
+            begun = longer
+        return found
+
+    @functools.cached_property
+    def _by_bytes(self) -> tuple[dict[bytes, list[int]], int]:
+        """Ids of ordinary tokens by what they spell, and the length of the longest."""
+        found: dict[bytes, list[int]] = {}
+        for token, token_id in self._backend.get_vocab(with_added_tokens=False).items():
+            if token_id in self._special:
+                continue
+            if self.is_byte_level:
+                spelt = self.token_bytes(token_id)
+            elif self.is_byte(token_id):
+                spelt = bytes([self.byte_value(token_id)])
+            else:
+                spelt = token.replace("▁", " ").encode()
+            if spelt:
+                found.setdefault(spelt, []).append(token_id)
+        return found, max(map(len, found), default=0)
 
     # -- what incremental decoding needs to know of a token --
 

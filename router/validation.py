@@ -15,17 +15,21 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from cluster.errors import ContextExceeded, FieldNotSupported, InvalidRequest, PromptEmpty
+from cluster.limits import (
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_NAME_BYTES,
+    MAX_PRIORITY,
+    MAX_PROMPT_LOGPROBS,
+    MAX_REQUEST_ID_BYTES,
+    MAX_SAMPLES,
+    MAX_STOP_BYTES,
+    MAX_STOPS,
+    check_bad_sequence,
+    check_token_lists,
+)
 from cluster.pb import common_pb2, inference_pb2
-
-MAX_SAMPLES = 64
-MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 1024
-MAX_STOPS = 16
-MAX_STOP_BYTES = 1024
-MAX_BAD_WORDS = 1024
-MAX_REQUEST_ID_BYTES = 128
-MAX_NAME_BYTES = 256
-MAX_PRIORITY = 100
 
 SAMPLING = "options.sampling"
 _RESERVED = ("adapter", "constraint", "draft", "resume_token", "output_token_ids")
@@ -119,6 +123,8 @@ def parse_messages(messages: Sequence[inference_pb2.ChatMessage], field: str) ->
     """The turns of a conversation. Raises PromptEmpty, InvalidRequest."""
     if not messages:
         raise PromptEmpty(f"{field}: must hold at least one message", field=field)
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest.of(field, len(messages), f"must hold at most {MAX_MESSAGES}", limit=str(MAX_MESSAGES))
     parsed: list[Message] = []
     for number, message in enumerate(messages):
         if not message.role:
@@ -170,18 +176,16 @@ def _check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> Non
     for name, low, high, is_open in _RANGES:
         if sampling.HasField(name):
             _check_range(f"{SAMPLING}.{name}", getattr(sampling, name), low, high, open_below=is_open)
-    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
-        raise InvalidRequest.of(
-            f"{SAMPLING}.logit_bias", len(sampling.logit_bias), f"must have at most {MAX_LOGIT_BIAS} entries"
-        )
+    check_token_lists(
+        SAMPLING, sampling.logit_bias, sampling.allowed_token_ids, sampling.stop_token_ids, sampling.bad_token_sequences
+    )
     for token_id, bias in sampling.logit_bias.items():
         _check_range(f"{SAMPLING}.logit_bias[{token_id}]", bias, -100, 100)
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         check_ids(f"{SAMPLING}.{name}", getattr(sampling, name), vocab_size)
     for number, sequence in enumerate(sampling.bad_token_sequences):
         field = f"{SAMPLING}.bad_token_sequences[{number}]"
-        if not sequence.token_ids:
-            raise InvalidRequest.of(field, [], "must hold at least one token id")
+        check_bad_sequence(field, sequence.token_ids)
         check_ids(field, sequence.token_ids, vocab_size)
 
 
@@ -281,7 +285,19 @@ def _complete_sampling(
     if not given.HasField("seed"):
         sampling.seed = secrets.randbits(64)
     sampling.bad_token_sequences.extend(common_pb2.TokenSequence(token_ids=ids) for ids in bad_sequences)
+    check_token_lists(SAMPLING, (), (), (), sampling.bad_token_sequences)
+    _check_prompt_logprobs(sampling, prompt_tokens)
     return sampling
+
+
+def _check_prompt_logprobs(sampling: common_pb2.SamplingParams, prompt_tokens: int) -> None:
+    if sampling.HasField("prompt_logprobs") and (sampling.prompt_logprobs + 1) * prompt_tokens > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest.of(
+            f"{SAMPLING}.prompt_logprobs",
+            sampling.prompt_logprobs,
+            f"must be at most {MAX_PROMPT_LOGPROBS:,} over the {prompt_tokens} prompt tokens, with their own",
+            limit=str(MAX_PROMPT_LOGPROBS),
+        )
 
 
 def _max_tokens(given: common_pb2.SamplingParams, prompt_tokens: int, limits: Limits) -> int:

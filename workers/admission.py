@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.errors import ContextExceeded, DeadlineExceeded, InvalidRequest, PromptEmpty
+from cluster.limits import MAX_PROMPT_LOGPROBS
 from workers.request import Request
-
-MAX_PROMPT_LOGPROBS = 400_000
-"""Entries in the answer to one request, some 6 MB: it is one message, and others wait behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

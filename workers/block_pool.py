@@ -33,7 +33,7 @@ class PoolExhausted(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CacheEvents:
-    """What became shareable and what no longer is, since last asked. ``dropped`` is to be applied first."""
+    """What became shareable and what no longer is, since last asked. No block is in both."""
 
     stored: list[BlockHash]
     dropped: list[BlockHash]
@@ -159,8 +159,16 @@ class BlockPool:
             self.release((block,))
         elif block not in self._hash_of:
             self._hash_of[block] = block_hash
-            self._stored[block_hash] = None
+            if block_hash in self._dropped:  # dropped and stored between two looks: for everybody it was always there
+                del self._dropped[block_hash]
+            else:
+                self._stored[block_hash] = None
         return first
+
+    def retract(self, block: int) -> None:
+        """Unpublish a used page that is in one table only; a page in several stays as it is."""
+        if self._references[block] == 1 and block in self._hash_of:
+            self._forget(block)
 
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of.pop(block)

@@ -23,6 +23,8 @@ class Load:
     waiting_requests: int
     waiting_prefill_tokens: int
     running_requests: int
+    waiting_sequences: int
+    running_sequences: int
     free_blocks: int
     cached_blocks: int
     used_blocks: int
@@ -67,7 +69,8 @@ class Engine:
         if request.key in self._scheduler:
             raise InvalidRequest.of("request_id", request.key.request_id, "is already running in this attempt")
         check_request(request, self._settings, self._scheduler.pool.num_blocks * self._settings.block_tokens)
-        self._refuse_if_full()
+        if not any(request.outputs):  # one that has begun elsewhere goes on: its client has half an answer
+            self._refuse_if_full()
         self._scheduler.add(request)
 
     def cancel(self, key: RequestKey) -> None:
@@ -86,8 +89,8 @@ class Engine:
     def step(self, now: float) -> list[Output]:
         """Compute one step and return what it did; [] when nothing can run. ``now``: seconds, monotonic.
 
-        What the group raises comes through; the step then counts as not computed, and what it had to tell is told by
-        the next one.
+        What the group raises comes through; the step then counts as not computed. (EngineThread takes any exception
+        for the end: what a group that failed has in its pages nobody knows.)
         """
         self._scheduler.expire(now)
         plan = self._scheduler.plan(now, self._tokens_beside_decodes())
@@ -139,6 +142,8 @@ class Engine:
             waiting_requests=scheduler.num_waiting_requests,
             waiting_prefill_tokens=scheduler.num_missing_tokens,
             running_requests=scheduler.num_running_requests,
+            waiting_sequences=scheduler.num_waiting_sequences,
+            running_sequences=scheduler.num_running_sequences,
             free_blocks=pool.free,
             cached_blocks=pool.cached,
             used_blocks=pool.used,

@@ -240,18 +240,23 @@ class EngineThread:
 
     def _take_in(self, request: Request) -> None:
         key = request.key
+        known = key in self._open
+        self._open.setdefault(key, request.sampling.n)  # before it leaves the queue: nobody may count it as ended
         with self._wake:
             self._queued.discard(key)
         self._taken_in[key.owner] = max(request.submit_sequence, self._taken_in.get(key.owner, 0))
         try:
             self._engine.submit(request)
         except QuireError as error:
-            self._pending.append(Output(key, end=Failed(error)))
+            self._refuse(key, known, error)
         except Exception as error:  # noqa: BLE001 - one request's fault, as far as known; the idle check looks for more
             _log.exception("request %s could not be taken in", key.request_id)
-            self._pending.append(Output(key, end=Failed(QuireError(f"internal error: {type(error).__name__}"))))
-        else:
-            self._open[key] = request.sampling.n
+            self._refuse(key, known, QuireError(f"internal error: {type(error).__name__}"))
+
+    def _refuse(self, key: RequestKey, known: bool, error: QuireError) -> None:
+        if not known:  # else one of this key runs, and goes on
+            self._open.pop(key, None)
+        self._pending.append(Output(key, end=Failed(error)))
 
     def _drop(self, key: RequestKey) -> None:
         self._checked = False

@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from workers.request import PositionLogprobs, SamplingParams
 
-PLAN_VERSION = 1
-
 Int32: TypeAlias = npt.NDArray[np.int32]
 
 

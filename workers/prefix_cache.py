@@ -99,6 +99,14 @@ class PrefixCache:
         for index in range(sequence.num_published, full):
             self._publish_one(sequence, index)
 
+    def retract(self, sequence: Sequence) -> None:
+        """Nobody may find what a sequence has published, or found: its pages may hold NaN. The sequence must end now.
+
+        What others have in their tables stays: they meet the same NaN, and the last of them retracts it.
+        """
+        for block in sequence.table.view(0, sequence.num_published).tolist():
+            self._pool.retract(block)
+
     def check(self, running: list[Sequence]) -> None:
         """Every published block of a table is the pool's own, and only running sequences promise."""
         for sequence in running:

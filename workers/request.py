@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from cluster.blocks import BlockHash
 from cluster.errors import QuireError
+from workers.masks import Masks
 
 
 class RequestKey(NamedTuple):
@@ -41,6 +42,11 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    masks: Masks = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        masks = Masks(self.logit_bias, self.allowed_token_ids, self.bad_token_sequences, self.stop_token_ids)
+        object.__setattr__(self, "masks", masks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

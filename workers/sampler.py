@@ -15,7 +15,7 @@ import torch
 
 from workers.draw import draw_rows, stream_key
 from workers.logprobs import position_logprobs
-from workers.plan import Draw, Int32
+from workers.plan import Draw
 from workers.request import PositionLogprobs, SamplingParams
 
 Rows: TypeAlias = npt.NDArray[np.float32]
@@ -29,7 +29,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._vocab_size = vocab_size
-        self._eos = tuple(eos_token_ids)
+        self._eos = np.array(list(eos_token_ids), np.int64)
 
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw]
@@ -53,27 +53,24 @@ class Sampler:
         """All that comes before the temperature, in place."""
         if not row.max() < np.inf:
             return  # no mask may hide what is not finite from the draw
-        params = draw.params
-        if params.logit_bias:
-            ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
-            row[ids] += np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
-        if params.allowed_token_ids:
-            _keep_only(row, np.array(params.allowed_token_ids))
-        for sequence in params.bad_token_sequences:
-            if _ends_with(draw.output_tokens, sequence[:-1]):
-                row[sequence[-1]] = -np.inf
+        params, masks = draw.params, draw.params.masks
+        row[masks.biased] += masks.bias
+        if len(masks.allowed):
+            _keep_only(row, masks.allowed)
+        row[masks.banned] = -np.inf
+        row[masks.banned_behind(draw.output_tokens)] = -np.inf
         _penalize(row, draw)
         if not draw.allow_stop:
-            row[[*params.stop_token_ids, *(() if params.ignore_eos else self._eos)]] = -np.inf
+            row[masks.stops] = -np.inf
+            if not params.ignore_eos:
+                row[self._eos] = -np.inf
 
 
 def _is_edited(draw: Draw) -> bool:
     params = draw.params
     return bool(
         not draw.allow_stop
-        or params.logit_bias
-        or params.allowed_token_ids
-        or params.bad_token_sequences
+        or not params.masks.is_empty
         or params.repetition_penalty != 1.0
         or params.presence_penalty
         or params.frequency_penalty
@@ -84,11 +81,6 @@ def _keep_only(row: Row, ids: npt.NDArray[np.int64]) -> None:
     kept = row[ids]
     row.fill(-np.inf)
     row[ids] = kept
-
-
-def _ends_with(tokens: Int32, ending: Sequence[int]) -> bool:
-    """Whether the output ends so; an empty ending always does."""
-    return not ending or (len(tokens) >= len(ending) and tokens[-len(ending) :].tolist() == list(ending))
 
 
 def _penalize(row: Row, draw: Draw) -> None:

@@ -100,8 +100,10 @@ class Scheduler:
         self._fairness.join(request.tenant)
         self._watch_deadline(state)
         self.totals.prompt_tokens += len(state.prompt)
+        # One that has begun elsewhere is like one that was preempted.
+        push = self._waiting.push_preempted if any(request.outputs) else self._waiting.push
         for sequence in state.samples:
-            self._waiting.push(sequence)
+            push(sequence)
         for sequence in state.samples:
             self._end_if_due(sequence, (), ())  # a moved sample may have come to its end already
 
@@ -254,11 +256,12 @@ class Scheduler:
         if result.step != plan.step or len(result.tokens) != len(plan.draws):
             raise InvariantViolation(f"step {plan.step} with {len(plan.draws)} draws was answered by {result}")
         broken = {draw.row for draw, token in zip(plan.draws, result.tokens, strict=True) if token == NOT_FINITE}
+        broken |= {score.row for score, found in zip(plan.scores, result.scores, strict=True) if found is None}
         for index, (sequence, count) in enumerate(rows):
             if not sequence.finished:
                 sequence.num_computed += count
-                if index not in broken:  # whatever made NaN must not be found by others
-                    self._cache.publish(sequence)
+                # Whatever made NaN, in this step or one before, must not be found by others.
+                (self._cache.retract if index in broken else self._cache.publish)(sequence)
         for score, found in zip(plan.scores, result.scores, strict=True):
             self._take_scores(rows[score.row].sequence, found)
         for draw, token, logprobs in zip(plan.draws, result.tokens, result.logprobs, strict=True):
@@ -379,10 +382,24 @@ class Scheduler:
         return len({sequence.state.request.key for sequence in self._running})
 
     @property
+    def num_running_sequences(self) -> int:
+        """Samples that hold pages now."""
+        return len(self._running)
+
+    @property
+    def num_waiting_sequences(self) -> int:
+        """Samples that wait for pages and a slot, preempted ones too."""
+        return len(self._waiting)
+
+    @property
     def num_missing_tokens(self) -> int:
-        """Known tokens not yet computed, of all that lives; what only waits for its next decode is not counted."""
-        missing = sum(sequence.num_missing for sequence in self._waiting)
-        return missing + sum(max(0, sequence.num_missing - 1) for sequence in self._running)
+        """Known tokens not yet computed, of all that lives; a prompt counts once for all samples that wait for it.
+
+        What only waits for its next decode is not counted. O(requests, and samples of those that have begun).
+        """
+        begun = [state for state in self._live.values() if state.admitted_at is not None]
+        first = sum(state.samples[0].num_missing for state in self._live.values() if state.admitted_at is None)
+        return first + sum(map(_missing_of_begun, begun))
 
     def check(self) -> None:
         """Prove what must hold between steps. Raises InvariantViolation."""
@@ -399,6 +416,15 @@ class Scheduler:
 
 
 _by_rank = attrgetter("rank")
+
+
+def _missing_of_begun(state: RequestState) -> int:
+    alive = [sample for sample in state.samples if not sample.finished]
+    running = [sample for sample in alive if len(sample.table)]
+    waiting = [sample for sample in alive if not len(sample.table)]
+    shared = 0 if running else min(1, sum(not len(sample.outputs) for sample in waiting))
+    own = sum(sample.num_known for sample in waiting if len(sample.outputs))
+    return own + shared * len(state.prompt) + sum(max(0, sample.num_missing - 1) for sample in running)
 
 
 def _build(step: int, given: _Budget, block_tokens: int) -> StepPlan:

@@ -180,6 +180,8 @@ class GroupServer:
             load.waiting_requests,
             load.waiting_prefill_tokens,
             load.running_requests,
+            load.waiting_sequences,
+            load.running_sequences,
             load.free_blocks,
             load.cached_blocks,
             load.used_blocks,

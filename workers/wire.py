@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from cluster.blocks import WIRE_HASH_BYTES, BlockHash
 from cluster.errors import FieldNotSupported, InvalidRequest, ModelNotFound, PromptEmpty, QuireError
+from cluster.limits import MAX_LOGPROBS, MAX_SAMPLES, check_bad_sequence, check_token_lists
 from cluster.pb import common_pb2, worker_pb2
 from workers.request import (
     Admitted,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 ROOT_BYTES = 32
 MAX_ID_LENGTH = 256
-MAX_SAMPLES = 64
-MAX_LOGPROBS = 20
 LOWEST_FLOAT = -3.4028234e38
 """What a log-probability of minus infinity is sent as: JSON has no infinity."""
 
@@ -102,6 +101,9 @@ def _to_sampling(raw: common_pb2.SamplingParams, vocab_size: int) -> SamplingPar
     for name in ("max_tokens", "seed"):
         if not raw.HasField(name):
             raise InvalidRequest.of(f"sampling.{name}", None, "must be set by the router")
+    check_token_lists("sampling", raw.logit_bias, raw.allowed_token_ids, raw.stop_token_ids, raw.bad_token_sequences)
+    for bad in raw.bad_token_sequences:
+        check_bad_sequence("sampling.bad_token_sequences", bad.token_ids)
     params = SamplingParams(
         max_tokens=raw.max_tokens,
         seed=raw.seed,
@@ -144,8 +146,6 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
     _check_ids("sampling.allowed_token_ids", params.allowed_token_ids, vocab_size)
     _check_ids("sampling.stop_token_ids", params.stop_token_ids, vocab_size)
     for sequence in params.bad_token_sequences:
-        if not sequence:
-            raise InvalidRequest.of("sampling.bad_token_sequences", sequence, "must not hold an empty sequence")
         _check_ids("sampling.bad_token_sequences", sequence, vocab_size)
 
 
@@ -204,6 +204,8 @@ def to_load(load: Load, *, last_submit_sequence: int, draining: bool, pool_consi
         waiting_requests=load.waiting_requests,
         waiting_prefill_tokens=load.waiting_prefill_tokens,
         running_requests=load.running_requests,
+        waiting_sequences=load.waiting_sequences,
+        running_sequences=load.running_sequences,
         free_blocks=load.free_blocks,
         cached_blocks=load.cached_blocks,
         used_blocks=load.used_blocks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import os
 import socket
@@ -24,6 +25,7 @@ def check(config: ClusterConfig, steps: Steps, interrupts: Interrupts) -> Cluste
     for it.
     """
     config = _with_port(config)
+    _check_device(config)
     if config.router.api_keys_file is not None and not config.router.api_keys_file.is_file():
         raise ConfigError(f"router.api_keys_file: no file {config.router.api_keys_file}", field="router.api_keys_file")
     if config.redis is not None:
@@ -34,6 +36,27 @@ def check(config: ClusterConfig, steps: Steps, interrupts: Interrupts) -> Cluste
     weights_bytes = _check_model(config, steps, interrupts)
     _check_memory(config, weights_bytes)
     return config
+
+
+def _check_device(config: ClusterConfig) -> None:
+    """A group on a card waits for one as long as Ray has none to give; on this host that would be for ever."""
+    if config.engine.device == "cuda" and "RAY_ADDRESS" not in os.environ and not _cards():
+        raise ConfigError(
+            "engine.device: cuda is asked for, and there is no CUDA device here; use --device cpu or auto",
+            field="engine.device",
+        )
+
+
+def _cards() -> int:
+    """CUDA devices, by the driver itself: torch would take seconds to import."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
 
 
 def _with_port(config: ClusterConfig) -> ClusterConfig:

@@ -213,6 +213,13 @@ def _removed_at_end(folder: Path) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _is_redis(process: psutil.Process) -> bool:
+    """A Redis that was started again within the block: its own supervisor ends it, after all that use it."""
+    with contextlib.suppress(psutil.Error):
+        return process.name().startswith("redis-server")
+    return False
+
+
 class _Descendants:
     """The processes below this one that a block started; those that still live at its end are killed.
 
@@ -229,7 +236,8 @@ class _Descendants:
 
     def note(self) -> None:
         """Remember those that live now."""
-        self._noted.update(set(self._me.children(recursive=True)) - self._earlier)
+        started = set(self._me.children(recursive=True)) - self._earlier
+        self._noted.update(process for process in started if not _is_redis(process))
 
     def __enter__(self) -> _Descendants:
         return self

@@ -87,6 +87,12 @@ def test_too_large_a_pool_is_refused() -> None:
     assert "kv_memory" in refused("--port", "0", "--kv-memory", "900TiB")
 
 
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a card")
+def test_a_card_that_is_not_there_is_refused() -> None:
+    """Ray would wait for one for ever."""
+    assert "--device cpu" in refused("--device", "cuda", "--port", "0")
+
+
 def test_an_unreachable_redis_is_refused() -> None:
     url = f"redis://127.0.0.1:{free_port()}"
     assert url.removeprefix("redis://") in refused("--port", "0", "--redis", url)

@@ -261,6 +261,27 @@ async def test_a_stream_that_has_begun_is_never_begun_again() -> None:
         assert servicer.calls == 6
 
 
+async def test_a_cancel_ends_the_wait_for_a_retry() -> None:
+    servicer = Moody(*[Overloaded("x", retry_after_ms=600_000)] * 4)
+    patient = RetryPolicy(attempts=3)
+    async with serving(servicer) as address:
+        with Client(address, retry=patient) as client:
+            stream = client.generate("x")
+            reading = asyncio.create_task(asyncio.to_thread(list, stream))
+            await eventually(lambda: servicer.calls == 1, "it was refused")
+            await asyncio.sleep(0.2)
+            stream.cancel()
+            assert await asyncio.wait_for(reading, 20) == []
+        async with AsyncClient(address, retry=patient) as client:
+            waiting = client.generate("x")
+            reading = asyncio.create_task(waiting.text())
+            await eventually(lambda: servicer.calls == 2, "it was refused")
+            await asyncio.sleep(0.2)
+            waiting.cancel()
+            assert await asyncio.wait_for(reading, 20) == ""
+        assert servicer.calls == 2, "nobody called again"
+
+
 async def test_retries_end_with_the_deadline() -> None:
     servicer = Moody(*[Overloaded("x", retry_after_ms=60_000)] * 100)
     async with serving(servicer) as address, AsyncClient(address, retry=FAST, timeout_s=30) as client:

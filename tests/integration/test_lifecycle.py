@@ -116,6 +116,25 @@ def test_embedded_redis_answers_restarts_and_leaves_nothing() -> None:
     embedded.stop()
 
 
+def test_embedded_redis_is_tried_on_when_it_cannot_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of processes, or of disk, for a moment: the supervisor lives on and says why."""
+    with EmbeddedRedis() as embedded:
+        tried: list[int] = []
+
+        def broken() -> None:
+            tried.append(1)
+            if len(tried) == 1:
+                raise OSError(11, "no more processes")
+            raise DependencyUnreachable("redis-server: not found")
+
+        assert embedded.pid is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(embedded, "_spawn", broken)
+            os.kill(embedded.pid, signal.SIGKILL)
+            eventually(lambda: len(tried) >= 3, "it is tried again and again")
+        eventually(lambda: _answers(embedded.url), "it comes back")
+
+
 def _answers(url: str) -> bool:
     try:
         with redis.Redis.from_url(url, socket_timeout=1) as client:

@@ -192,7 +192,11 @@ async def test_records_that_cannot_be_read_are_skipped_and_newer_fields_ignored(
             value = client.get("{test}:groups:g0")
             assert isinstance(value, bytes)
             newer = value.replace(b'"g0"', b'"g1"').replace(b"{", b'{"colour": "blue", ', 1)
-            for name, text in (("g1", newer), ("bad", b"{}"), ("worse", b"no json")):
+            wrong = value.replace(b'"i1"', b"5").replace(b'"g0"', b'"g2"')
+            assert b"5" in wrong
+            endless = value.replace(b'"g0"', b'"g3"').replace(b'"lease_s": 60', b'"lease_s": Infinity')
+            records = {"g1": newer, "bad": b"{}", "worse": b"no json", "g2": wrong, "g3": endless, "list": b"[1]"}
+            for name, text in records.items():
                 client.set(f"{{test}}:groups:{name}", text)
                 client.sadd("{test}:groups", name)
         assert await watcher.wait_for(lambda w: sorted(w.groups()) == ["g0", "g1"], WAIT_S)

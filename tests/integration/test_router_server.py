@@ -379,13 +379,14 @@ async def test_health_follows_the_groups(here: tuple[str, str]) -> None:
         running.groups[0].engine.gate.clear()  # a long prefill: no step ends
         stream = running.client.generate("x", max_tokens=5, seed=SEED)
         await asyncio.sleep(1.5)
-        assert await health(channel) == "SERVING"
+        assert await health(channel, services[1]) == "SERVING"
         running.groups[0].engine.gate.set()
         assert len(await stream.text()) > 0
         await running.groups[0].kill()
         await eventually(lambda: not running.router._groups.usable("m"), "the loss is seen")
         await asyncio.sleep(0.2)  # health is told right behind it
-        assert [await health(channel, service) for service in services] == ["NOT_SERVING"] * 3
+        found = [await health(channel, service) for service in services]
+        assert found == ["SERVING", "NOT_SERVING", "SERVING"], "the process is well, whatever its groups are"
 
 
 async def test_health_is_red_when_the_only_groups_step_loop_is_dead(here: tuple[str, str]) -> None:
@@ -396,7 +397,7 @@ async def test_health_is_red_when_the_only_groups_step_loop_is_dead(here: tuple[
         await eventually(lambda: not running.router._groups.usable("m"), "it is given up")
         for _ in range(5):  # and it stays so, though its port still answers
             await asyncio.sleep(0.2)
-            assert await health(channel) == "NOT_SERVING"
+            assert await health(channel, "quire.v1.Inference") == "NOT_SERVING"
         [group] = (await running.client.cluster()).groups
         assert group.state in (inference_pb2.Group.LOST, inference_pb2.Group.CONNECTING)
         stuck.cancel()

@@ -233,6 +233,27 @@ def test_variables_reach_the_template_and_cannot_replace_it(tmp_path: Path) -> N
             made.apply_chat_template(HELLO, **{name: "x"})
 
 
+@pytest.mark.parametrize("make", [lambda: tokenizer(), lambda: Tokenizer(smollm2())], ids=["sentencepiece", "smollm2"])
+@pytest.mark.parametrize("word", ["world", " Hello", "é", "語"])
+def test_spellings_are_every_way_to_write_a_word(make: Any, word: str) -> None:
+    made: Tokenizer = make()
+    found = made.spellings(word, 4)
+    assert len(set(map(tuple, found))) == len(found)
+    assert [len(ids) for ids in found] == sorted(len(ids) for ids in found)
+    before = made.encode("x", add_special_tokens=False)
+    for ids in found:
+        assert made.decode([*before, *ids]).removeprefix(made.decode(before)) == word
+        assert len(ids) <= 4
+    usual = made.encode(word, add_special_tokens=False)
+    if made.is_byte_level and len(usual) <= 4:
+        assert usual in found
+
+
+def test_a_word_has_spellings_that_encoding_never_gives() -> None:
+    assert [2860, 271] in Tokenizer(smollm2()).spellings(" Paris", 4)
+    assert Tokenizer(smollm2()).spellings("a" * 5000, 4) == []
+
+
 def test_a_caller_s_messages_are_not_changed(tmp_path: Path) -> None:
     made = _with_bos(tmp_path / "m", "{% set _ = messages[0].update({'content': 'world'}) %}{{ messages[0].content }}")
     messages = [dict(message) for message in HELLO]

@@ -21,6 +21,8 @@ class ScriptedLoad:
     waiting_requests: int = 0
     waiting_prefill_tokens: int = 0
     running_requests: int = 0
+    waiting_sequences: int = 0
+    running_sequences: int = 0
     free_blocks: int = 100
     cached_blocks: int = 0
     used_blocks: int = 0
@@ -128,6 +130,7 @@ class ScriptedEngine:
     def load(self) -> ScriptedLoad:
         return ScriptedLoad(
             running_requests=len(self.requests),
+            running_sequences=len(self.requests),
             used_blocks=sum(map(self.done.__getitem__, self.requests)),
             steps=self.steps,
         )

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cluster.blocks import BlockHash
 from tests.support.paged_group import CacheReplica
-from workers.block_pool import BlockPool, InvariantViolation, PoolExhausted
+from workers.block_pool import BlockPool, CacheEvents, InvariantViolation, PoolExhausted
 
 
 def name_of(chain: tuple[int, ...]) -> BlockHash:
@@ -95,8 +95,25 @@ def test_a_block_dropped_and_stored_again_between_two_looks_stays_known() -> Non
     replica.apply(pool.take_events())
     pool.release(pool.allocate(1))
     pool.release(publish_chain(pool, (1,)))
-    replica.apply(pool.take_events())
+    events = pool.take_events()
+    assert events == CacheEvents([], []), "for everybody who looks it was always there"
+    replica.apply(events)
     assert replica.known == {name_of((1,))}
+
+
+def test_a_page_in_one_table_is_retracted_and_one_in_several_stays() -> None:
+    pool = BlockPool(4)
+    own, shared = publish_chain(pool, (1, 2))
+    pool.acquire([shared])
+    pool.retract(own)
+    pool.retract(shared)
+    assert [pool.hash_of(own), pool.hash_of(shared)] == [None, name_of((1, 2))]
+    pool.release([own, shared])
+    assert (pool.free, pool.used) == (3, 1)
+    pool.retract(shared)
+    pool.release([shared])
+    assert (pool.free, pool.hashes()) == (4, [])
+    pool.check([])
 
 
 def test_a_transfer_ends_in_a_table_or_free() -> None:

@@ -127,7 +127,7 @@ def test_samples_share_the_prompt_and_are_drawn_apart(prompt: list[int], n: int,
 
 
 @settings(max_examples=60, deadline=None)
-@given(PROMPTS, st.integers(2, 6), st.integers(6, 20), st.booleans(), st.sets(st.integers(0, 12), max_size=5))
+@given(PROMPTS, st.integers(2, 6), st.integers(8, 20), st.booleans(), st.sets(st.integers(0, 12), max_size=5))
 def test_samples_that_are_preempted_or_whose_step_fails(
     prompt: list[int], n: int, num_blocks: int, cache: bool, failing: set[int]
 ) -> None:
@@ -272,6 +272,40 @@ def test_a_refused_submit_counts_as_seen() -> None:
     assert engine.last_submit_sequence("unknown") == 0
     engine.cancel_owner("router")
     assert engine.last_submit_sequence("router") == 0
+
+
+def test_a_moved_request_is_no_new_one_for_a_full_queue() -> None:
+    """Its client has half an answer: it is let in, and before those that wait for their first token."""
+    engine, _ = make_engine(max_running=1, max_waiting=2, num_blocks=40)
+    requests = [make_request(name, [i + 1] * 5, 6) for i, name in enumerate("abc")]
+    engine.submit(requests[0])
+    outputs = engine.step(0.0)
+    for request in requests[1:]:
+        engine.submit(request)
+    with pytest.raises(Overloaded):
+        engine.submit(make_request("new", [9], 6))
+    whole = expected_tokens(make_request("moved", [8] * 5, 6))
+    engine.submit(make_request("moved", [8] * 5, 6, outputs=(tuple(whole[:2]),)))
+    outputs += run_to_end(engine)
+    assert tokens_of(outputs, "moved") == whole[2:]
+    for request in requests:
+        assert tokens_of(outputs, request.key.request_id) == expected_tokens(request)
+    order = list(dict.fromkeys(output.key.request_id for output in outputs))
+    assert order == ["a", "moved", "b", "c"]
+
+
+def test_a_prompt_counts_once_however_many_samples_wait_for_it() -> None:
+    engine, _ = make_engine(max_running=4, max_batch_tokens=16, num_blocks=60)
+    engine.submit(make_request("many", [1] * 40, 9, n=10))
+    load = engine.load()
+    assert (load.waiting_prefill_tokens, load.waiting_sequences, load.running_sequences) == (40, 10, 0)
+    engine.step(0.0)
+    assert engine.load().waiting_prefill_tokens == 40 - 16 - 1
+    for _ in range(4):
+        engine.step(0.0)
+    load = engine.load()
+    assert (load.running_sequences, load.waiting_sequences, load.running_requests) == (4, 6, 1)
+    assert load.waiting_prefill_tokens == 0
 
 
 def test_load_counts_what_is_there() -> None:

@@ -21,9 +21,9 @@ views = st.builds(
     GroupView,
     key=st.text("abc", min_size=1, max_size=3),
     cached_tokens=COUNTS,
-    waiting_requests=COUNTS,
+    waiting_sequences=COUNTS,
     waiting_prefill_tokens=st.integers(0, 10**7),
-    running_requests=st.integers(0, 300),
+    running_sequences=st.integers(0, 300),
     max_running=st.integers(1, 300),
     usable_blocks=COUNTS,
     used_blocks=COUNTS,
@@ -64,7 +64,7 @@ def test_more_overlap_never_costs_more(request: RequestFacts, group: GroupView, 
 
 
 @settings(max_examples=300, deadline=None)
-@given(facts, views, COUNTS, st.sampled_from(["waiting_prefill_tokens", "sent_prefill_tokens", "waiting_requests"]))
+@given(facts, views, COUNTS, st.sampled_from(["waiting_prefill_tokens", "sent_prefill_tokens", "waiting_sequences"]))
 def test_more_work_ahead_never_costs_less(request: RequestFacts, group: GroupView, more: int, field: str) -> None:
     worse = replace(group, **{field: getattr(group, field) + more})
     assert cost_ms(request, worse) >= cost_ms(request, group)
@@ -128,12 +128,12 @@ def test_a_burst_from_one_router_spreads_by_its_own_credit() -> None:
         # Where the session's group is clearly slower, its pages do not matter.
         ([view("a", cached_tokens=384, waiting_prefill_tokens=50_000), view("b")], "a", "b", "lowest_cost"),
         # Full: a slot is free elsewhere.
-        ([view("a", running_requests=32), view("b", running_requests=3)], None, "b", "lowest_cost"),
+        ([view("a", running_sequences=32), view("b", running_sequences=3)], None, "b", "lowest_cost"),
         # No pages: they are free elsewhere.
         ([view("a", usable_blocks=1), view("b")], None, "b", "lowest_cost"),
         ([view("a", prefill_tokens_per_s=300), view("b", prefill_tokens_per_s=5000)], None, "b", "lowest_cost"),
         # Running neighbours would be delayed by the prefill.
-        ([view("a", running_requests=30), view("b")], None, "b", "lowest_cost"),
+        ([view("a", running_sequences=30), view("b")], None, "b", "lowest_cost"),
     ],
 )
 def test_decisions(groups: list[GroupView], last: str | None, key: str, decision: str) -> None:
@@ -155,7 +155,7 @@ def test_a_borrowed_rate_refuses_nobody() -> None:
 
 def test_a_group_that_was_slow_once_is_tried_again() -> None:
     """Else it could never be seen to have recovered."""
-    fast = view("fast", prefill_tokens_per_s=1000.0, step_ms=10.0, running_requests=6)
+    fast = view("fast", prefill_tokens_per_s=1000.0, step_ms=10.0, running_sequences=6)
     slow = view("slow", prefill_tokens_per_s=50.0, step_ms=40.0)
     assert {chosen([fast, slow], seed).key for seed in range(20)} == {"fast"}
     assert "slow" in {chosen([fast, replace(slow, idle_s=120.0)], seed).key for seed in range(20)}

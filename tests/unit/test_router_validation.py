@@ -68,6 +68,9 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     ("stop_token_ids", [1, 2**32 - 1]),
     ("logit_bias", {VOCAB: 1.0}),
     ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+    ("allowed_token_ids", [1] * 65_537),
+    ("stop_token_ids", [1] * 1025),
+    ("bad_token_sequences", [TokenSequence(token_ids=[1])] * 4097),
 ]
 
 
@@ -140,7 +143,7 @@ def test_every_field_of_the_options_is_checked_or_known_to_need_no_check() -> No
     reserved = {"adapter", "constraint", "draft", "resume_token", "output_token_ids"}
     assert {field.name for field in RequestOptions.DESCRIPTOR.fields} == covered | reserved
     sampling = {name for name, _ in BAD_SAMPLING}
-    rest = {"min_tokens", "top_k", "ignore_eos", "seed", "bad_token_sequences"}
+    rest = {"min_tokens", "top_k", "ignore_eos", "seed"}
     assert {field.name for field in SamplingParams.DESCRIPTOR.fields} == sampling | rest
 
 
@@ -286,6 +289,34 @@ def test_an_empty_bad_sequence_is_named() -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_generate(generate(options), "m", VOCAB)
     assert caught.value.metadata["field"] == "options.sampling.bad_token_sequences[0]"
+
+
+def test_a_bad_sequence_that_is_too_long_is_named() -> None:
+    options = RequestOptions(sampling=SamplingParams(bad_token_sequences=[TokenSequence(token_ids=[1] * 65)]))
+    with pytest.raises(InvalidRequest) as caught:
+        parse_generate(generate(options), "m", VOCAB)
+    assert caught.value.metadata == {"field": "options.sampling.bad_token_sequences[0]", "value": "65", "limit": "64"}
+
+
+def test_spellings_of_bad_words_count_as_bad_sequences() -> None:
+    parsed = parse_generate(generate(), "m", VOCAB)
+    with pytest.raises(InvalidRequest, match="bad_token_sequences"):
+        complete(parsed, [1], [[1]] * 4097, LIMITS, "t")
+
+
+def test_prompt_logprobs_are_bounded_over_the_prompt() -> None:
+    limits = Limits(max_tokens=(100_000,))
+    assert valid(5000, limits, max_tokens=1, prompt_logprobs=19).sampling.prompt_logprobs == 19
+    with pytest.raises(InvalidRequest) as caught:
+        valid(5001, limits, max_tokens=1, prompt_logprobs=19)
+    assert caught.value.metadata["field"] == "options.sampling.prompt_logprobs"
+
+
+def test_more_messages_than_a_conversation_has_are_refused() -> None:
+    message = ChatRequest(messages=[ChatMessage(role="user")] * 4097)
+    with pytest.raises(InvalidRequest) as caught:
+        parse_chat(message, "m", VOCAB)
+    assert caught.value.metadata == {"field": "messages", "value": "4097", "limit": "4096"}
 
 
 def test_equal_request_ids_of_clients_are_two_requests() -> None:

@@ -550,10 +550,10 @@ def test_outputs_that_contradict_the_request_are_refused(outputs: tuple[tuple[in
 
 def test_more_prompt_logprobs_than_one_message_holds_are_refused() -> None:
     engine, _ = make_engine(num_blocks=20_000, max_context_tokens=80_000)
-    error = refusal(engine, prompt=[1] * 40_000, sampling=make_request("a", [1], 4, prompt_logprobs=10).sampling)
+    error = refusal(engine, prompt=[1] * 20_000, sampling=make_request("a", [1], 4, prompt_logprobs=5).sampling)
     assert isinstance(error, InvalidRequest)
-    assert error.metadata == {"field": "prompt_logprobs", "value": "10", "limit": "400000"}
-    engine.submit(make_request("b", [1] * 40_000, 4, prompt_logprobs=9))
+    assert error.metadata == {"field": "prompt_logprobs", "value": "5", "limit": "100000"}
+    engine.submit(make_request("b", [1] * 20_000, 4, prompt_logprobs=4))
 
 
 # -- stops -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tests.support.paged_group import (
     tokens_of,
 )
 from workers.plan import NOT_FINITE, StepPlan, StepResult
-from workers.request import Failed, Finished, Output, Request, RequestKey
+from workers.request import Failed, Finished, Logprob, Output, PositionLogprobs, Request, RequestKey
 from workers.scheduler import Scheduler
 
 
@@ -99,6 +99,29 @@ def test_what_a_model_made_nan_of_is_told_and_is_found_by_nobody() -> None:
     assert scheduler.pool.hashes() == []
     scheduler.check()
     assert (scheduler.pool.used, scheduler.has_work) == (0, False)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_nan_at_the_end_of_a_prompt_takes_back_what_was_published_before_it(scored: bool) -> None:
+    """What made NaN may have been in any of the pages; what others use too stays, and ends with them."""
+    scheduler, _ = flying(max_batch_tokens=4)
+    scheduler.add(make_request("a", range(1, 13), 5, prompt_logprobs=0 if scored else None))
+    for chunk in range(3):
+        plan = plan_of(scheduler)
+        last = chunk == 2
+        found = None if last else tuple(scored_of(plan))
+        tokens = (NOT_FINITE,) * len(plan.draws)
+        result = StepResult(plan.step, tokens, (None,) * len(tokens), 0.1, 0.1, (found,) if plan.scores else ())
+        scheduler.commit(plan, result)
+        assert bool(scheduler.pool.hashes()) == (not last)
+    (output,) = scheduler.take_outputs()
+    assert isinstance(output.end, Failed)
+    assert (scheduler.pool.cached, scheduler.pool.used) == (0, 0)
+    scheduler.check()
+
+
+def scored_of(plan: StepPlan) -> list[PositionLogprobs]:
+    return [PositionLogprobs(Logprob(int(t), 0.0, 1), ()) for score in plan.scores for t in score.targets]
 
 
 class FlightMachine(WatchedMachine):

@@ -132,6 +132,11 @@ def test_a_moved_request_brings_its_outputs() -> None:
         ("stop_token_ids", [2**32 - 1]),
         ("bad_token_sequences", [common_pb2.TokenSequence(token_ids=[1000])]),
         ("bad_token_sequences", [common_pb2.TokenSequence()]),
+        ("bad_token_sequences", [common_pb2.TokenSequence(token_ids=[1] * 65)]),
+        ("bad_token_sequences", [common_pb2.TokenSequence(token_ids=[1])] * 4097),
+        ("allowed_token_ids", [1] * 65_537),
+        ("stop_token_ids", [1] * 1025),
+        ("logit_bias", dict.fromkeys(range(1025), 0.0)),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(field: str, value: object) -> None:
