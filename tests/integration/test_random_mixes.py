@@ -7,8 +7,11 @@ tenants, priorities and cancels; the same on a warm cache; hardly any pages; chu
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -24,7 +27,7 @@ from workers.engine import Engine, EngineSettings
 from workers.group import LocalGroup
 from workers.model.llama import Model
 from workers.plan import Draw
-from workers.request import Failed, Finished, PositionLogprobs, Request, RequestKey, SamplingParams
+from workers.request import Failed, Finished, Output, PositionLogprobs, Request, RequestKey, SamplingParams
 from workers.runner import Runner
 from workers.sampler import Sampler
 
@@ -51,13 +54,14 @@ class Heard:
 
     tokens: list[list[int]]
     logprobs: list[list[PositionLogprobs]]
-    ends: list[Finished | Failed] = field(default_factory=list)
+    ends: dict[int, Finished] = field(default_factory=dict)
+    failure: Failed | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     cancelled: bool = False
 
     @property
-    def failed(self) -> bool:
-        return any(isinstance(end, Failed) for end in self.ends)
+    def has_ended(self) -> bool:
+        return self.failure is not None or len(self.ends) == len(self.tokens)
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------
@@ -79,7 +83,11 @@ def samplings(draw: Any) -> SamplingParams:
     def rarely(default: Any, other: Any) -> Any:
         return draw(st.one_of(st.just(default), st.just(default), other))
 
-    max_tokens = draw(st.integers(1, 16))
+    max_tokens = draw(st.one_of(st.integers(1, 16), st.integers(17, 28)))
+    allowed = rarely((), st.lists(ids, min_size=1, max_size=8, unique=True).map(tuple))
+    bad = rarely((), st.lists(st.lists(ids, min_size=1, max_size=3).map(tuple), max_size=6).map(tuple))
+    if allowed and draw(st.sampled_from([False, False, True])):
+        bad += tuple(product(allowed, repeat=2))  # any of them may come first, and none behind it
     return SamplingParams(
         max_tokens=max_tokens,
         seed=draw(st.integers(0, 2**64 - 1)),
@@ -92,10 +100,8 @@ def samplings(draw: Any) -> SamplingParams:
         presence_penalty=rarely(0.0, st.sampled_from([-1.0, 2.0])),
         frequency_penalty=rarely(0.0, st.sampled_from([-0.5, 1.5])),
         logit_bias=rarely({}, st.dictionaries(ids, st.sampled_from([-100.0, -2.0, 3.0, 100.0]), max_size=4)),
-        allowed_token_ids=rarely((), st.lists(ids, min_size=1, max_size=8, unique=True).map(tuple)),
-        bad_token_sequences=rarely(
-            (), st.lists(st.lists(ids, min_size=1, max_size=3).map(tuple), max_size=6).map(tuple)
-        ),
+        allowed_token_ids=allowed,
+        bad_token_sequences=bad,
         stop_token_ids=rarely(frozenset(), st.frozensets(ids, max_size=4)),
         ignore_eos=draw(st.booleans()),
         n=rarely(1, st.integers(1, 3)),
@@ -146,6 +152,9 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def engine_on(
     runner: Runner, *, pages: int = PAGES, budget: int = 512, cache: bool = True, running: int = 16
 ) -> Engine:
+    # The pages still hold what the reference computed. It would be right, also where it is read before it is there.
+    for kept in (*runner.pages.keys, *runner.pages.values):
+        kept.fill_(math.nan)
     config = runner.model.config
     limits = EngineSettings(
         block_tokens=BLOCK,
@@ -187,6 +196,7 @@ def run(
         for output in engine.step(float(step)):
             _take(by_key[output.key], output)
         if not engine.has_work and (at_once or step > 25):
+            assert all(one.has_ended or one.cancelled for one in heard)
             break
     engine.check()
     return heard
@@ -205,14 +215,18 @@ def _request(key: RequestKey, asked: Asked, outputs: tuple[tuple[int, ...], ...]
     )
 
 
-def _take(heard: Heard, output: Any) -> None:
+def _take(heard: Heard, output: Output) -> None:
     assert not heard.cancelled, "a cancelled request said something"
+    assert heard.failure is None, "a request that had failed said something"
+    assert output.index not in heard.ends, "a sample that had ended said something"
     heard.tokens[output.index] += output.token_ids
     heard.logprobs[output.index] += output.logprobs
     if output.admitted is not None:
         heard.prompt_logprobs = output.admitted.prompt_logprobs
-    if output.end is not None:
-        heard.ends.append(output.end)
+    if isinstance(output.end, Failed):
+        heard.failure = output.end
+    elif output.end is not None:
+        heard.ends[output.index] = output.end
 
 
 # -- comparing -------------------------------------------------------------------------------------------------------
@@ -235,77 +249,137 @@ def is_tie(runner: Runner, asked: Asked, sample: int, output: list[int], tokens:
     return tokens <= set(drawn)
 
 
-def assert_like(runner: Runner, asked: Asked, want: Heard, got: Heard, before: Sequence[list[int]] = ()) -> None:
-    """The same tokens, ends and logprobs; a beginning of them where the client gave up."""
-    if want.failed:
-        assert got.cancelled or got.failed
-        return
-    assert not got.failed
-    for sample in range(asked.sampling.n):
-        had = list(before[sample]) if before else []
+class Oracle:
+    """Runs workloads in every way, compares each with the reference, and counts in ``seen`` what came up."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.seen: Counter[str] = Counter()
+
+    def check(self, workload: Sequence[Asked], budget: int, cut: int) -> None:
+        """Every way against the reference."""
+        reference = [self._run(workload=[asked], cache=False, at_once=True)[0] for asked in workload]
+        warm = engine_on(self._runner, budget=budget)
+        self._compare(workload, reference, run(warm, workload))
+        self._compare(workload, reference, run(warm, workload, at_once=True))
+        self.seen["cached tokens"] += warm.load().cached_prompt_tokens
+        longest = max(len(asked.prompt) + asked.sampling.max_tokens for asked in workload)
+        for spare, at_once in ((cut % 4, True), (1, False)):
+            tiny = self._run(workload=workload, at_once=at_once, pages=-(-longest // BLOCK) + spare, budget=budget)
+            self._compare(workload, reference, tiny)
+        self._compare(workload, reference, self._run(workload=workload, cache=False, running=3))
+        self._check_moved(workload, reference, budget, cut)
+
+    def _run(self, *, workload: Sequence[Asked], at_once: bool = False, **settings: Any) -> list[Heard]:
+        engine = engine_on(self._runner, **settings)
+        heard = run(engine, workload, at_once=at_once)
+        self.seen["preemptions"] += engine.load().preemptions
+        return heard
+
+    def _check_moved(self, workload: Sequence[Asked], reference: Sequence[Heard], budget: int, cut: int) -> None:
+        """What had been said after so many steps is given to another engine, which goes on."""
+        broken_off = run(engine_on(self._runner, budget=budget), workload, at_once=True, steps=cut)
+        going_on = [i for i, heard in enumerate(broken_off) if heard.failure is None]
+        said = [broken_off[i].tokens for i in going_on]
+        self.seen["moved"] += sum(any(broken_off[i].tokens) and not broken_off[i].has_ended for i in going_on)
+        kept, wanted = [workload[i] for i in going_on], [reference[i] for i in going_on]
+        resumed = run(engine_on(self._runner, budget=budget), kept, at_once=True, outputs=said)
+        self._compare(kept, wanted, resumed, said)
+
+    def _compare(
+        self,
+        workload: Sequence[Asked],
+        reference: Sequence[Heard],
+        found: Sequence[Heard],
+        before: Sequence[list[list[int]]] | None = None,
+    ) -> None:
+        for i, (asked, want, got) in enumerate(zip(workload, reference, found, strict=True)):
+            had = before[i] if before else [[] for _ in got.tokens]
+            # Which sample meets with an empty mask first is a matter of steps: then all that came before is the same.
+            whole = not (got.cancelled or want.failure or got.failure)
+            tied = [self._is_tied(asked, want, got, sample, had[sample], whole) for sample in range(len(got.tokens))]
+            self.seen["cancelled midway"] += got.cancelled and any(got.tokens) and not got.has_ended
+            self.seen["failed"] += got.failure is not None
+            if any(tied):
+                continue  # what follows depends on it
+            _assert_ends(want, got)
+            if not got.cancelled and got.failure is None and not any(had):
+                _assert_logprobs(got.prompt_logprobs, want.prompt_logprobs)
+
+    def _is_tied(self, asked: Asked, want: Heard, got: Heard, sample: int, had: list[int], whole: bool) -> bool:
+        """Whether rounding parted a sample from the reference; if not, all that both have of it is the same.
+
+        ``had``: what it had put out elsewhere. ``whole``: neither may have more than the other.
+        """
         ours, reference = had + got.tokens[sample], want.tokens[sample]
-        if got.cancelled:
-            reference = reference[: len(ours)]
-        parted = next((i for i, (a, b) in enumerate(zip(ours, reference, strict=False)) if a != b), None)
-        if parted is not None:
+        common = min(len(ours), len(reference))
+        parted = next((i for i in range(common) if ours[i] != reference[i]), common)
+        self.seen["tokens"] += len(got.tokens[sample])
+        told = got.logprobs[sample][: max(0, parted - len(had))]
+        _assert_logprobs(told, want.logprobs[sample][len(had) :][: max(0, parted - len(had))])
+        if parted < common:
             both = {ours[parted], reference[parted]}
-            assert is_tie(runner, asked, sample, reference[:parted], both), (asked, sample, parted, ours, reference)
-            return  # what follows depends on it
-        assert len(ours) == len(reference)
-        _assert_logprobs(got.logprobs[sample], want.logprobs[sample][len(had) :][: len(got.logprobs[sample])])
-    if not got.cancelled:
-        assert sorted(map(_end, got.ends)) == sorted(map(_end, want.ends))
-        if not any(before):
-            _assert_logprobs(got.prompt_logprobs, want.prompt_logprobs)
+            assert is_tie(self._runner, asked, sample, reference[:parted], both), (asked, sample, ours, reference)
+            self.seen["ties"] += 1
+            return True
+        assert not whole or len(ours) == len(reference)
+        return False
 
 
-def _end(end: Any) -> tuple[str, int]:
-    return end.reason.value, -1 if end.stop_token_id is None else end.stop_token_id
+def _assert_ends(want: Heard, got: Heard) -> None:
+    """The same ends; of a request whose client gave up, those that there are."""
+    if got.failure is not None or (want.failure is not None and not got.cancelled):
+        assert type(want.failure and want.failure.error) is type(got.failure and got.failure.error)
+        return
+    for sample, end in got.ends.items():
+        if sample in want.ends or want.failure is None:
+            other = want.ends[sample]
+            assert (end.reason, end.stop_token_id) == (other.reason, other.stop_token_id)
 
 
 def _assert_logprobs(ours: Sequence[PositionLogprobs], theirs: Sequence[PositionLogprobs]) -> None:
     assert [position.token.token_id for position in ours] == [position.token.token_id for position in theirs]
     for one, other in zip(ours, theirs, strict=True):
-        values = [[entry.logprob for entry in (position.token, *position.top)] for position in (one, other)]
-        assert values[0] == pytest.approx(values[1], abs=2 * ROUNDING, rel=1e-5)
+        entries, others = (one.token, *one.top), (other.token, *other.top)
+        values = [entry.logprob for entry in entries]
+        assert values == pytest.approx([entry.logprob for entry in others], abs=ROUNDING, rel=1e-5)
+        # Rounding may exchange neighbours that are as good as equal, in the list and in the rank of the token.
+        ordered = sorted(entry.logprob for entry in one.top)
+        if all(b - a > 4 * ROUNDING for a, b in pairwise(ordered)):
+            assert [entry.token_id for entry in one.top[:-1]] == [entry.token_id for entry in other.top[:-1]]
+            assert [entry.rank for entry in one.top] == [entry.rank for entry in other.top]
+        assert abs(one.token.rank - other.token.rank) <= 2
 
 
-def check_workload(runner: Runner, workload: Sequence[Asked], budget: int, cut: int) -> None:
-    """Every way against the reference."""
-    reference = [run(engine_on(runner, cache=False), [asked], at_once=True)[0] for asked in workload]
-    for asked, one in zip(workload, reference, strict=True):
-        assert len(one.ends) == (1 if one.failed else asked.sampling.n)
-
-    def compare(found: list[Heard], before: Sequence[list[list[int]]] | None = None) -> None:
-        for i, (asked, want, got) in enumerate(zip(workload, reference, found, strict=True)):
-            assert_like(runner, asked, want, got, before[i] if before else ())
-
-    warm = engine_on(runner, budget=budget)
-    compare(run(warm, workload))
-    compare(run(warm, workload, at_once=True))
-    longest = max(len(asked.prompt) + asked.sampling.max_tokens for asked in workload)
-    compare(run(engine_on(runner, pages=-(-longest // BLOCK) + 1, budget=budget), workload))
-    compare(run(engine_on(runner, cache=False, running=3), workload))
-    broken_off = run(engine_on(runner, budget=budget), workload, at_once=True, steps=cut)
-    going_on = [i for i, heard in enumerate(broken_off) if not heard.failed]
-    workload, reference = [workload[i] for i in going_on], [reference[i] for i in going_on]
-    said = [broken_off[i].tokens for i in going_on]
-    resumed = run(engine_on(runner, budget=budget), workload, at_once=True, outputs=said)
-    compare(resumed, said)
+KINDS = ("preemptions", "cached tokens", "moved", "cancelled midway", "failed")
+MAX_ROUNDS = 4
+CHECK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 
-CHECK = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
+def check_random_mixes(runner: Runner, examples: int) -> None:
+    """So many workloads, which must have met with every kind of trouble: an oracle of calm ones says little."""
+    oracle = Oracle(runner)
+
+    @settings(max_examples=examples, **CHECK)  # type: ignore[arg-type]
+    @given(workloads, st.sampled_from([1, 3, 8, 20, 512]), st.integers(1, 20))
+    def check(workload: list[Asked], budget: int, cut: int) -> None:
+        oracle.check(workload, budget, cut)
+
+    for _ in range(
+        MAX_ROUNDS
+    ):  # as a rule one: again only while something has not come up, which is a matter of chance
+        check()
+        if all(oracle.seen[kind] for kind in KINDS):
+            break
+    assert all(oracle.seen[kind] for kind in KINDS), oracle.seen
+    assert oracle.seen["ties"] <= max(3, oracle.seen["tokens"] // 2_000), oracle.seen
 
 
-@settings(max_examples=50, **CHECK)  # type: ignore[arg-type]
-@given(workloads, st.sampled_from([1, 3, 8, 20, 512]), st.integers(1, 20))
-def test_random_mixes(runner: Runner, workload: list[Asked], budget: int, cut: int) -> None:
-    check_workload(runner, workload, budget, cut)
+def test_random_mixes(runner: Runner) -> None:
+    check_random_mixes(runner, 50)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@settings(max_examples=500, **CHECK)  # type: ignore[arg-type]
-@given(workloads, st.sampled_from([1, 3, 8, 20, 512]), st.integers(1, 20))
-def test_500_random_mixes(runner: Runner, workload: list[Asked], budget: int, cut: int) -> None:
-    check_workload(runner, workload, budget, cut)
+def test_500_random_mixes(runner: Runner) -> None:
+    check_random_mixes(runner, 500)
