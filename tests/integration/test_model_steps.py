@@ -54,7 +54,11 @@ def alone(model: Model, tokens: list[int]) -> torch.Tensor:
 def test_chunks_and_neighbours_change_nothing(
     model: Model, lengths: list[int], budgets: list[int], attention: AttentionName, seed: int
 ) -> None:
-    """Chunked = whole and batched = alone, for any cut and any mix of chunks and decodes."""
+    """Chunked = whole and batched = alone, for any cut and any mix of chunks and decodes.
+
+    Sampling: a row changes with its neighbours. This looks at the whole model, and also where the CPU lacks the vectors
+    of our own kernels.
+    """
     driver, sampler = stepper(model, attention, seed)
     rows = [Row(tokens_of(seed + i, length)) for i, length in enumerate(lengths)]
     found: dict[int, torch.Tensor] = {}

@@ -13,7 +13,7 @@ import pytest
 from tests.support.engines import ROOT, Driven
 from tests.support.hf import our_model, random_model
 from workers.engine import Engine
-from workers.request import Request, RequestKey, SamplingParams
+from workers.request import Failed, Request, RequestKey, SamplingParams
 
 REQUESTS, WARM_UP = 50_000, 5_000
 GROWTH_BYTES = 24 << 20
@@ -26,7 +26,7 @@ class Soak:
     def __init__(self, engine: Engine, seed: int) -> None:
         self._engine = engine
         self._random = random.Random(seed)
-        self._alive: dict[RequestKey, int] = {}  # samples that have not ended
+        self._alive: dict[RequestKey, set[int]] = {}  # samples that have not ended
         self._old: RequestKey | None = None
         self.submitted = 0
         self.fates: Counter[str] = Counter()
@@ -40,8 +40,10 @@ class Soak:
             self._cancel(key)
         for output in self._engine.step(float(self.submitted)):
             assert output.key in self._alive, "a request that had ended, or was cancelled, said something"
+            assert output.index in self._alive[output.key], "a sample that had ended said something"
+            assert not isinstance(output.end, Failed)
             if output.end is not None:
-                self._alive[output.key] -= 1
+                self._alive[output.key].remove(output.index)
                 if not self._alive[output.key]:
                     self._old = output.key
                     del self._alive[output.key]
@@ -65,7 +67,7 @@ class Soak:
         )
         tenant = f"tenant-{self.submitted % 100}"
         self._engine.submit(Request(key=key, prompt=prompt, sampling=sampling, root=ROOT, tenant=tenant))
-        self._alive[key] = n
+        self._alive[key] = set(range(n))
         if rng.random() < 0.05:
             self._cancel(key)  # before its first step
 

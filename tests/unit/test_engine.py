@@ -182,6 +182,21 @@ def test_cached_and_computed_tokens_make_the_prompt(prompt: list[int], budget: i
     assert outputs[0].admitted.cached_tokens + computed == len(prompt)
 
 
+def test_a_draw_knows_the_whole_prompt_however_much_of_it_was_cached() -> None:
+    """Sampling: penalties that ignore the part of the prompt that came from the cache."""
+    engine, group = make_engine(num_blocks=12)
+    prompt = list(range(1, 24))
+    for name, cached in (("cold", 0), ("warm", 20)):
+        before = len(group.plans)
+        engine.submit(make_request(name, prompt, 3))
+        outputs = run_to_end(engine)
+        assert outputs[0].admitted is not None
+        assert outputs[0].admitted.cached_tokens == cached
+        draws = [draw for plan in group.plans[before:] for draw in plan.draws]
+        assert [draw.prompt_tokens.tolist() for draw in draws] == [prompt] * 3
+        assert [len(draw.output_tokens) for draw in draws] == [0, 1, 2]
+
+
 # -- ends ------------------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +239,28 @@ def test_a_deadline_ends_a_request_within_the_step_and_frees_its_pages(state: st
     engine.cancel(RequestKey("router", "other", 1))
     assert engine.load().used_blocks == 0
     assert engine.step(11.0) == []
+
+
+@pytest.mark.parametrize("gone", ["computes", "waits", "waits too"])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_cancel_while_one_computes_the_blocks_that_others_wait_for(gone: str, steps: int) -> None:
+    """Pages: abort before the first step, abort while loading, abort twice. Here: its blocks, computed by another."""
+    engine, _ = make_engine(max_batch_tokens=8)
+    names = ("computes", "waits", "waits too")
+    requests = [make_request(name, range(1, 34), 3, seed=i, arrival=i) for i, name in enumerate(names)]
+    for request in requests:
+        engine.submit(request)
+    outputs = [output for step in range(steps) for output in engine.step(float(step))]
+    for _ in range(2):
+        engine.cancel(next(request.key for request in requests if request.key.request_id == gone))
+        engine.check()
+    outputs += run_to_end(engine)
+    assert not ends_of(outputs, gone)
+    assert engine.load().used_blocks == 0
+    for request in requests:
+        if request.key.request_id != gone:
+            assert tokens_of(outputs, request.key.request_id) == expected_tokens(request)
+            assert len(ends_of(outputs, request.key.request_id)) == 1
 
 
 def test_many_far_deadlines_do_not_keep_ended_requests() -> None:

@@ -223,12 +223,14 @@ def test_greedy_and_other_zeros_are_not_mistaken_for_unset() -> None:
         (99, None, True),
         (100, None, False),
         (100, 1, False),
+        (101, None, False),
         (98, 2, True),
         (98, 3, False),
         (1, 99, True),
     ],
 )
 def test_exactly_the_context_fits(prompt: int, max_tokens: int | None, fits: bool) -> None:
+    """Limits: a prompt exactly as long as the context, one less, one more. Filled, it has no room to draw."""
     given_tokens = {} if max_tokens is None else {"max_tokens": max_tokens}
     if fits:
         assert valid(prompt, **given_tokens).total_tokens == 100
