@@ -338,6 +338,8 @@ class Scheduler:
         self.totals.requests_finished += 1
         for sequence in state.samples:
             self._finish(sequence)
+        # They name it, as it does them: else prompts stay in memory until Python next looks for cycles.
+        state.samples = []
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.finished:

@@ -16,8 +16,8 @@ from workers.engine import Engine
 from workers.request import Failed, Request, RequestKey, SamplingParams
 
 REQUESTS, WARM_UP = 50_000, 5_000
-GROWTH_BYTES = 24 << 20
-"""What may be added after the warm-up: a leak of half a kilobyte per request is more."""
+GROWTH_BYTES = 10 << 20
+"""What may be added after the warm-up, some 3 MB as a rule: a leak of a quarter of a kilobyte per request is more."""
 
 
 class Soak:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -20,6 +22,7 @@ from tests.support.paged_group import (
 from workers.plan import NOT_FINITE, StepPlan, StepResult
 from workers.request import Failed, Finished, Logprob, Output, PositionLogprobs, Request, RequestKey
 from workers.scheduler import Scheduler
+from workers.sequence import RequestState, Sequence
 
 
 def flying(num_blocks: int = 16, **changes: object) -> tuple[Scheduler, PagedGroup]:
@@ -60,6 +63,39 @@ def test_pages_of_what_ends_in_flight_are_free_once_the_step_has_landed(end: str
     assert failure_of(outputs, "a") is (DeadlineExceeded if end == "expired" else None)
     assert len(outputs) == (1 if end == "expired" else 0)
     assert not scheduler.has_work
+
+
+@pytest.mark.parametrize("end", ["its own", "cancelled", "cancelled in flight", "expired", "moved"])
+def test_what_has_ended_is_freed_at_once(end: str) -> None:
+    """Not when Python next looks for cycles: it counts objects, and one that has ended may hold a long prompt."""
+    scheduler, group = flying(64)
+    outputs = ((1, 2), (3, 4)) if end == "moved" else ()
+    request = make_request("a", range(1, 20), 2, n=2, outputs=outputs, deadline=5.0 if end == "expired" else None)
+    gc.disable()
+    try:
+        scheduler.add(request)
+        while scheduler.has_work and end != "moved":
+            plan = plan_of(scheduler)
+            if end == "cancelled in flight":
+                scheduler.cancel(request.key)
+            scheduler.commit(plan, group.execute(plan))
+            if end == "cancelled":
+                scheduler.cancel(request.key)
+            if end == "expired":
+                scheduler.expire(6.0)
+            scheduler.take_outputs()
+        scheduler.take_outputs()
+        assert not scheduler.has_work
+        assert not _kept_of(request)
+    finally:
+        gc.enable()
+
+
+def _kept_of(request: Request) -> list[object]:
+    """What is still in memory of it. By type(), since asking others' objects for their class may run code of theirs."""
+    found = gc.get_objects()
+    states = [one for one in found if type(one) is RequestState and one.request is request]
+    return [*states, *(one for one in found if type(one) is Sequence and one.state.request is request)]
 
 
 def test_what_is_cancelled_before_its_outputs_were_taken_says_nothing() -> None:
