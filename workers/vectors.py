@@ -27,7 +27,6 @@ def features() -> frozenset[str]:
 LANES = 16 if "avx512f" in features() else 8
 """fp32 numbers in the widest vector register."""
 
-
 HAS_FMA = "avx512f" in features() or {"avx2", "fma"} <= features()
 """Whether a multiply-add on vectors is one instruction; where it is not, ``llvm.fma`` is a call for each number."""
 

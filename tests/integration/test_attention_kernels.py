@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -107,6 +111,28 @@ def test_what_a_row_does_not_see_reaches_no_result(
     assert torch.isfinite(found).all()
     keys, values = keys.nan_to_num(7.0), values.nan_to_num(7.0)
     torch.testing.assert_close(found, ReferenceAttention().attend(q, keys, values, batch, window), atol=1e-5, rtol=1e-5)
+
+
+def test_no_kernel_reads_memory_that_was_given_back() -> None:
+    """The allocator overwrites what is freed: nothing of the result may change."""
+    names = ("test_cpu_attention_equals_the_reference", "test_many_long_rows_on_all_threads")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"{__file__}::{n}" for n in names)]
+    overwriting = {**os.environ, "MALLOC_PERTURB_": "165"}
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(command, env=overwriting, cwd=root, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+
+
+def test_many_long_rows_on_all_threads() -> None:
+    """Beyond what an allocator keeps for itself, and of very different lengths."""
+    plan = plan_of([(length, 1) for length in (9000, 1, 300, 4000, 17, 2500)], 16, 1100)
+    batch = batch_of(plan, 16)
+    keys, values = torch.randn(2, 1100, 2, 16, 16)
+    q = torch.randn(6, 16, 16)
+    for window in (None, 1000):
+        found = CpuAttention().attend(q, keys, values, batch, window)
+        want = ReferenceAttention().attend(q, keys, values, batch, window)
+        torch.testing.assert_close(found, want, atol=3e-5, rtol=3e-5)
 
 
 def test_extreme_scores_do_not_overflow() -> None:

@@ -22,7 +22,6 @@ WIDTHS = tuple(sorted({vectors.LANES, 8, 1}, reverse=True))
 COLUMNS = 4
 """Vectors of values that are summed side by side: each has to wait for its own last sum."""
 
-
 _EVERYTHING = 2**31 - 1
 """A window of any context."""
 
@@ -117,37 +116,64 @@ def _attend_one(
     Other slots count for nothing: their scores are not read again, their values never, since a NaN that a broken
     sequence left there would spread even with a weight of 0.
     """
+    block_tokens, head_dim = keys.shape[2], keys.shape[3]
+    group = q.shape[1] // keys.shape[1]
+    begin = first // block_tokens * block_tokens  # the position that scores[:, 0] is about
+    scores = np.empty((group, (length + block_tokens - 1) // block_tokens * block_tokens - begin), np.float32)
+    _score_pages(q, token, keys, blocks, first_block, begin, length, kv_head, width, scores)
+    for g in range(group):
+        _softmax(scores[g, first - begin : length - begin], np.float32(1) / np.sqrt(np.float32(head_dim)))
+    _sum_pages(scores, values, blocks, first_block, begin, first, length, kv_head, width, token, out)
+
+
+# Who takes an array's address gets the array as an argument: numba gives an array back behind the last line that names
+# it, and knows nothing of addresses. They are taken once, since each look counts a reference too.
+
+
+@helper
+def _score_pages(
+    q: Any, token: Any, keys: Any, blocks: Any, first_block: Any, begin: Any, length: Any, kv_head: Any, width: Any,
+    scores: Any,
+) -> None:  # fmt: skip
+    """scores [group, length - begin and more] of the slots from ``begin``, where a page begins, not yet scaled."""
     kv_heads, block_tokens, head_dim = keys.shape[1], keys.shape[2], keys.shape[3]
-    group = q.shape[1] // kv_heads
-    first_page, last_page = first // block_tokens, (length - 1) // block_tokens
-    begin = first_page * block_tokens  # the position that scores[:, 0] is about
-    scores = np.empty((group, (last_page + 1) * block_tokens - begin), np.float32)
-    page_bytes, score_row = 4 * block_tokens * head_dim, 4 * scores.shape[1]
-    head = 4 * head_dim * (token * q.shape[1] + kv_head * group)
-    # Taken once: each look at an array's address counts a reference too.
-    queries, target, weights = q.ctypes.data + head, out.ctypes.data + head, scores.ctypes.data
-    all_keys, all_values = keys.ctypes.data + page_bytes * kv_head, values.ctypes.data + page_bytes * kv_head
-    for b in range(first_page, last_page + 1):
+    group = scores.shape[0]
+    page_bytes, last_page = 4 * block_tokens * head_dim, (length - 1) // block_tokens
+    queries = q.ctypes.data + 4 * head_dim * (token * q.shape[1] + kv_head * group)
+    all_keys, target = keys.ctypes.data + page_bytes * kv_head, scores.ctypes.data
+    for b in range(begin // block_tokens, last_page + 1):
         page = all_keys + page_bytes * kv_heads * blocks[first_block + b]
         _prefetch(all_keys + page_bytes * kv_heads * blocks[first_block + min(b + 1, last_page)], page_bytes)
         for g in range(group):
             for s in range(0, min(block_tokens, length - b * block_tokens), width):
                 _scores(
                     width, queries + 4 * head_dim * g, page + 4 * head_dim * s, head_dim,
-                    weights + score_row * g + 4 * (b * block_tokens - begin + s),
+                    target + 4 * (scores.shape[1] * g + b * block_tokens - begin + s),
                 )  # fmt: skip
+
+
+@helper
+def _sum_pages(
+    weights: Any, values: Any, blocks: Any, first_block: Any, begin: Any, first: Any, length: Any, kv_head: Any,
+    width: Any, token: Any, out: Any,
+) -> None:  # fmt: skip
+    """out[token] of one KV head: the values of slots [first, length), weighted; weights[:, 0] is about ``begin``."""
+    kv_heads, block_tokens, head_dim = values.shape[1], values.shape[2], values.shape[3]
+    group = weights.shape[0]
     for g in range(group):
-        _softmax(scores[g, first - begin : length - begin], np.float32(1) / np.sqrt(np.float32(head_dim)))
         for i in range(head_dim):
             out[token, kv_head * group + g, i] = np.float32(0)
-    for b in range(first_page, last_page + 1):
+    page_bytes, last_page = 4 * block_tokens * head_dim, (length - 1) // block_tokens
+    target = out.ctypes.data + 4 * head_dim * (token * out.shape[1] + kv_head * group)
+    all_values, source = values.ctypes.data + page_bytes * kv_head, weights.ctypes.data
+    for b in range(begin // block_tokens, last_page + 1):
         page = all_values + page_bytes * kv_heads * blocks[first_block + b]
         _prefetch(all_values + page_bytes * kv_heads * blocks[first_block + min(b + 1, last_page)], page_bytes)
         skipped = max(0, first - b * block_tokens)
         filled = min(block_tokens, length - b * block_tokens) - skipped
         for g in range(group):
             _add_weighted(
-                width, weights + score_row * g + 4 * (b * block_tokens - begin + skipped), filled,
+                width, source + 4 * (weights.shape[1] * g + b * block_tokens - begin + skipped), filled,
                 page + 4 * head_dim * skipped, head_dim, target + 4 * head_dim * g,
             )  # fmt: skip
 
