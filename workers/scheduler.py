@@ -66,6 +66,11 @@ class _Budget:
             self.tokens -= count
             self.rows.append(Row(sequence, count))
 
+    def copy(self, sequence: Sequence, source: int, target: int) -> None:
+        # All copies are read before any is written: of a page that is itself a copy in this step, the original counts.
+        source = next((copy.source for copy in self.copies if copy.target == source), source)
+        self.copies.append(PageCopy(sequence, source, target))
+
 
 class Scheduler:
     """Owner of the pages, of the running and of the waiting sequences."""
@@ -219,8 +224,7 @@ class Scheduler:
             if not self._start(sequence, prefix, now):
                 return
             if prefix.partial is not None:
-                target = int(sequence.table.view()[len(prefix.pages)])
-                budget.copies.append(PageCopy(sequence, prefix.partial, target))
+                budget.copy(sequence, prefix.partial, int(sequence.table.view()[len(prefix.pages)]))
             budget.give(sequence)
 
     def _start(self, sequence: Sequence, prefix: Prefix, now: float) -> bool:

@@ -55,10 +55,11 @@ class PagedGroup:
     def _copy(self, plan: StepPlan) -> None:
         """Only what the step's tables own alone is copied to: a page that somebody shares must never change."""
         tables = [page for row in range(plan.num_rows) for page in self._table(plan, row)]
+        before = self.pages.copy()  # all are read before any is written
         for source, target in plan.copies.tolist():
             assert tables.count(target) == 1
             if not self.broken:
-                self.pages[target] = self.pages[source]
+                self.pages[target] = before[source]
 
     def _table(self, plan: StepPlan, row: int) -> list[int]:
         table: list[int] = plan.blocks[plan.block_starts[row] : plan.block_starts[row + 1]].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 
 import pytest
@@ -135,6 +136,43 @@ def test_what_a_model_made_nan_of_is_told_and_is_found_by_nobody() -> None:
     assert scheduler.pool.hashes() == []
     scheduler.check()
     assert (scheduler.pool.used, scheduler.has_work) == (0, False)
+
+
+def test_two_that_fork_in_one_step_copy_the_same_page() -> None:
+    """The second must not copy the first's, which is itself a copy that the step has yet to make."""
+    scheduler, group = flying(num_blocks=30, max_batch_tokens=32, max_running=6)
+
+    def fly() -> StepPlan:
+        plan = plan_of(scheduler)
+        scheduler.commit(plan, group.execute(plan))
+        return plan
+
+    prompt = [1, 2, 3, 4, 5, 6]
+    scheduler.add(make_request("warm", prompt[:5], 1))  # the first block is there
+    fly()
+    request = make_request("a", prompt, 10, n=3)
+    known = (tuple(expected_tokens(request)[:8]), tuple(expected_tokens(request, 1)[:8]), ())
+    computing = [make_request(f"b{i}", [*prompt, *known[i]], 1, priority=-1) for i in range(2)]
+    for one in computing:  # what the first two samples go on with is promised by others
+        scheduler.add(one)
+    scheduler.add(dataclasses.replace(request, outputs=known))
+    plan = plan_of(scheduler)
+    result = group.execute(plan)
+    for one in computing:
+        scheduler.cancel(one.key)
+    scheduler.commit(plan, result)
+    sources: set[int] = set()
+    outputs = scheduler.take_outputs()
+    while scheduler.has_work:
+        plan = fly()
+        assert not set(plan.copies[:, 0].tolist()) & set(plan.copies[:, 1].tolist())
+        if len(plan.copies) == 2:
+            sources = set(plan.copies[:, 0].tolist())
+        outputs += scheduler.take_outputs()
+        scheduler.check()
+    assert len(sources) == 1, "both forked in one step"
+    for index in range(3):
+        assert [*known[index], *tokens_of(outputs, "a", index)] == expected_tokens(request, index)
 
 
 @pytest.mark.parametrize("scored", [False, True])
