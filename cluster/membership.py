@@ -83,6 +83,9 @@ class GroupRecord:
     dtype: str
 
 
+_RECORD_TYPES = get_type_hints(GroupRecord)
+
+
 def mask_url(url: str) -> str:
     """``url`` without its password and query, for messages and logs."""
     try:
@@ -358,8 +361,7 @@ def _parsed(value: bytes) -> tuple[str, tuple[GroupRecord, float]] | None:
     try:
         raw: Mapping[str, object] = json.loads(value)
         record = GroupRecord(**{field.name: raw[field.name] for field in fields(GroupRecord)})  # type: ignore[arg-type]
-        kinds = get_type_hints(GroupRecord)
-        wrong = [name for name, kind in kinds.items() if not isinstance(getattr(record, name), kind)]
+        wrong = [name for name, kind in _RECORD_TYPES.items() if not isinstance(getattr(record, name), kind)]
         lease_s = raw["lease_s"]
         if wrong or not isinstance(lease_s, int | float) or not 0 < lease_s < float("inf"):
             raise TypeError(f"{wrong or 'lease_s'} of the wrong type")

@@ -15,8 +15,9 @@ import transformers
 
 from cluster.blocks import BlockHash
 from cluster.models import ModelFiles
+from tests.support.engines import settings_for
 from tests.support.models import smollm2
-from workers.engine import Engine, EngineSettings
+from workers.engine import Engine
 from workers.group import LocalGroup
 from workers.model import load
 from workers.model.llama import Model
@@ -79,15 +80,8 @@ def engine_outputs(model: Model, prompts: list[list[int]]) -> list[list[int]]:
     runner = Runner(
         model, block_tokens=16, num_blocks=500, sampler=Sampler(model.config.vocab_size, model.config.eos_token_ids)
     )
-    settings = EngineSettings(
-        block_tokens=16,
-        max_batch_tokens=256,
-        max_running=len(prompts),
-        max_waiting=len(prompts),
-        max_context_tokens=model.config.max_context,
-        prefix_cache=True,
-        eos_token_ids=frozenset(model.config.eos_token_ids),
-        vocab_size=model.config.vocab_size,
+    settings = settings_for(
+        model.config, block_tokens=16, max_batch_tokens=256, max_running=len(prompts), prefix_cache=True
     )
     engine = Engine(LocalGroup(runner), settings)
     sampling = SamplingParams(max_tokens=NEW_TOKENS, seed=0, temperature=0.0, ignore_eos=True)

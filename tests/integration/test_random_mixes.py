@@ -20,10 +20,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.engines import ROOT
+from tests.support.engines import ROOT, settings_for
 from tests.support.hf import our_model, random_model
 from tests.support.plans import GreedySampler, Row, Stepper
-from workers.engine import Engine, EngineSettings
+from workers.engine import Engine
 from workers.group import LocalGroup
 from workers.model.llama import Model
 from workers.plan import Draw
@@ -155,16 +155,8 @@ def engine_on(
     # The pages still hold what the reference computed. It would be right, also where it is read before it is there.
     for kept in (*runner.pages.keys, *runner.pages.values):
         kept.fill_(math.nan)
-    config = runner.model.config
-    limits = EngineSettings(
-        block_tokens=BLOCK,
-        max_batch_tokens=budget,
-        max_running=running,
-        max_waiting=100,
-        max_context_tokens=config.max_context,
-        prefix_cache=cache,
-        eos_token_ids=frozenset(config.eos_token_ids),
-        vocab_size=config.vocab_size,
+    limits = settings_for(
+        runner.model.config, block_tokens=BLOCK, max_batch_tokens=budget, max_running=running, prefix_cache=cache
     )
     return Engine(Pages(runner, pages), limits)
 

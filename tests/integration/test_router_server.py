@@ -403,6 +403,15 @@ async def test_health_is_red_when_the_only_groups_step_loop_is_dead(here: tuple[
         stuck.cancel()
 
 
+async def test_a_group_is_not_given_up_between_its_own_slow_heartbeats(here: tuple[str, str]) -> None:
+    async with world(*here, hello={"heartbeat_ms": 1500}, group_silence_s=0.4) as running:
+        [link] = running.router._groups.usable("m")
+        await asyncio.sleep(4)  # several of our own limits, and two beats
+        assert running.router._groups.usable("m") == [link]
+        running.groups[0].freeze()
+        await eventually(lambda: not running.router._groups.usable("m"), "but it is when they stay away")
+
+
 async def test_pings_during_a_long_prefill_are_no_abuse(here: tuple[str, str]) -> None:
     async with world(*here) as running:
         often = {"keepalive_time_ms": 200, "keepalive_permit_without_calls": 1, "http2.max_pings_without_data": 0}

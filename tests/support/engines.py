@@ -10,6 +10,7 @@ from cluster.blocks import BlockHash
 from cluster.config import AttentionName
 from workers.engine import Engine, EngineSettings
 from workers.group import LocalGroup
+from workers.model.config import ModelConfig
 from workers.model.llama import Model
 from workers.plan import StepPlan, StepResult
 from workers.request import Failed, Finished, PositionLogprobs, Request, RequestKey, SamplingParams
@@ -43,6 +44,22 @@ class CountingGroup(LocalGroup):
         return super().execute(plan)
 
 
+def settings_for(
+    config: ModelConfig, *, block_tokens: int, max_batch_tokens: int, max_running: int, prefix_cache: bool
+) -> EngineSettings:
+    """For any number of requests of the model's whole context."""
+    return EngineSettings(
+        block_tokens=block_tokens,
+        max_batch_tokens=max_batch_tokens,
+        max_running=max_running,
+        max_waiting=10_000,
+        max_context_tokens=config.max_context,
+        prefix_cache=prefix_cache,
+        eos_token_ids=frozenset(config.eos_token_ids),
+        vocab_size=config.vocab_size,
+    )
+
+
 class Driven:
     """An engine that runs requests to their ends."""
 
@@ -57,18 +74,14 @@ class Driven:
         attention: AttentionName = "auto",
         block_tokens: int = 16,
     ) -> None:
-        config = model.config
-        sampler = Sampler(config.vocab_size, config.eos_token_ids)
+        sampler = Sampler(model.config.vocab_size, model.config.eos_token_ids)
         runner = Runner(model, block_tokens=block_tokens, num_blocks=num_blocks, attention=attention, sampler=sampler)
-        settings = EngineSettings(
+        settings = settings_for(
+            model.config,
             block_tokens=block_tokens,
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
-            max_waiting=10_000,
-            max_context_tokens=config.max_context,
             prefix_cache=prefix_cache,
-            eos_token_ids=frozenset(config.eos_token_ids),
-            vocab_size=config.vocab_size,
         )
         self.group = CountingGroup(runner)
         self.engine = Engine(self.group, settings)

@@ -64,10 +64,11 @@ class ScriptedGroup:
             "tp": 1,
             "device": "cpu",
             "dtype": "float32",
+            "heartbeat_ms": 50,
         }
         self.hello = worker_pb2.GroupHello(**hello | {key: val for key, val in settings.items() if key in names})
-        worker = {"heartbeat_ms": 50, **{key: value for key, value in settings.items() if key not in names}}
-        self.config = WorkerConfig(**worker)
+        worker = {key: value for key, value in settings.items() if key not in names}
+        self.config = WorkerConfig(heartbeat_ms=self.hello.heartbeat_ms, **worker)
         self.engine = ResumingEngine()
         self.address = ""
         self.broken: list[BaseException] = []
