@@ -117,7 +117,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The whole request's bad end."""
+    """The whole request's bad end, also when some of its samples had ended well. Its output's index says nothing."""
 
     error: QuireError
 

@@ -210,14 +210,15 @@ def _request(key: RequestKey, asked: Asked, outputs: tuple[tuple[int, ...], ...]
 def _take(heard: Heard, output: Output) -> None:
     assert not heard.cancelled, "a cancelled request said something"
     assert heard.failure is None, "a request that had failed said something"
+    if isinstance(output.end, Failed):  # of the whole request, whichever of its samples had ended
+        heard.failure = output.end
+        return
     assert output.index not in heard.ends, "a sample that had ended said something"
     heard.tokens[output.index] += output.token_ids
     heard.logprobs[output.index] += output.logprobs
     if output.admitted is not None:
         heard.prompt_logprobs = output.admitted.prompt_logprobs
-    if isinstance(output.end, Failed):
-        heard.failure = output.end
-    elif output.end is not None:
+    if output.end is not None:
         heard.ends[output.index] = output.end
 
 
