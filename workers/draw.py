@@ -17,7 +17,7 @@ import numba
 import numpy as np
 
 from workers.plan import MASK_EMPTY, NOT_FINITE
-from workers.threads import kernel, precise_helper
+from workers.threads import parallel_kernel, precise_helper
 
 _EMPTY = MASK_EMPTY
 _BROKEN = NOT_FINITE
@@ -234,7 +234,7 @@ def _draw_row(row: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, ke
     return _draw_within(row, peak, temperature, min_p, key, border, ties)
 
 
-@kernel
+@parallel_kernel
 def draw_rows(logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, keys: Any, tokens: Any) -> None:
     """tokens[i] = the draw of logits[i] ([S, V] fp32) by the i-th parameters; MASK_EMPTY or NOT_FINITE."""
     for i in numba.prange(logits.shape[0]):

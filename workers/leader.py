@@ -191,7 +191,7 @@ def _build(config: ClusterConfig) -> _Built:
     threads = engine.threads or max(1, len(os.sched_getaffinity(0)) // config.groups)
     _use_threads(threads)
     files = resolve(config.model, name=config.model_name)
-    model = load_model(files, dtype, device)
+    model = load_model(files, dtype, device, int8=engine.weights == "int8")
     settings = assembly.make_settings(engine, model.config)
     num_blocks = pool_blocks(
         bytes_per_block=bytes_per_block(model.config, engine.block_tokens, dtype),
@@ -224,7 +224,8 @@ def _namespace(config: ClusterConfig, files: ModelFiles, model: ModelConfig, dty
     return Namespace(
         model=files.name,
         weights_digest=weights_digest(files),
-        quantization="none",  # quantized files are computed in the compute dtype
+        # Quantized files are computed in the compute dtype.
+        quantization="int8" if config.engine.weights == "int8" else "none",
         compute_dtype=dtype,
         kv_dtype=dtype,
         tokenizer_digest=tokenizer_digest(files),

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workers.request import Logprob, PositionLogprobs
-from workers.threads import exp32, helper, kernel, precise_helper
+from workers.threads import exp32, helper, parallel_kernel, precise_helper
 
 _LEAST = float(np.finfo(np.float32).min)
 """A probability of 0, for wires that know no infinity."""
@@ -80,7 +80,7 @@ def _largest(row: Any, best: Any) -> None:
         best[at] = token
 
 
-@kernel
+@parallel_kernel
 def _measure(logits: Any, tokens: Any, tops: Any, best: Any, ranks: Any, normalizers: Any) -> None:
     for i in numba.prange(logits.shape[0]):
         row = logits[i]

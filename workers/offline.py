@@ -57,6 +57,19 @@ class Offline:
         self.threads = threads
         self.runner = assembly.make_runner(model, config, num_blocks)
 
+    def copy_bytes_per_s(self) -> float:
+        """What a copy of 256 MiB moves, reads and writes together; the best of a few."""
+        import torch
+
+        source = torch.ones(64 << 20)
+        target = torch.empty_like(source)
+        best = float("inf")
+        for _ in range(5):
+            start = time.perf_counter()
+            target.copy_(source)
+            best = min(best, time.perf_counter() - start)
+        return 2 * source.nbytes / best
+
     @property
     def max_context_tokens(self) -> int:
         """Prompt plus output of a request, as the model and the pages allow."""
@@ -86,7 +99,7 @@ def load_offline(files: ModelFiles, config: EngineConfig, *, default_kv_tokens: 
     threads = config.threads or len(os.sched_getaffinity(0))
     set_threads(threads)
     device = assembly.choose_device(config)
-    model = load(files, assembly.choose_dtype(config, device), device)
+    model = load(files, assembly.choose_dtype(config, device), device, int8=config.weights == "int8")
     blocks = -(-default_kv_tokens // config.block_tokens)
     if config.kv_memory_bytes is not None:
         blocks = pool_blocks(

@@ -88,6 +88,8 @@ class StepResult:
     forward_s: float  # the model's forward pass
     sample_s: float
     scores: tuple[tuple[PositionLogprobs, ...] | None, ...] = ()  # of each Score; None where logits were not finite
+    linear_s: float = 0.0  # of forward_s, where the backend knows
+    attention_s: float = 0.0
 
 
 MASK_EMPTY = -1

@@ -56,7 +56,7 @@ class Runner:
         self.pages = KVPages(
             config.layers, (num_blocks, config.kv_heads, block_tokens, config.head_dim), model.dtype, model.device
         )
-        self._backend = backend.choose(attention, model.device, model.dtype)
+        self._backend = backend.choose(attention, model, self.pages)
         self._sampler = sampler
         self._drawn: dict[int, int] = {}  # row of the last step → its token
         self._last_step = -1
@@ -72,15 +72,19 @@ class Runner:
         start = time.perf_counter()
         self.pages.copy(plan.copies)
         batch = self._batch(plan)
-        hidden = self.model.forward(batch, self.pages, self._backend)
-        logits = self.model.logits(hidden[batch.last_tokens], self._backend) if plan.draws else hidden[:0]
-        scores = tuple(self._score(hidden, plan, score) for score in plan.scores)
+        begun = time.perf_counter()
+        hidden = self._backend.forward(batch)
+        computed = time.perf_counter()
+        logits = self._backend.logits(hidden[batch.last_tokens]) if plan.draws else hidden[:0]
+        head_s = time.perf_counter() - computed
+        scores = tuple(self._score(hidden[batch.hidden_of(score)], score) for score in plan.scores)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         forwarded = time.perf_counter()
         tokens, logprobs = self._sampler.sample(logits, plan.draws) if plan.draws else ((), ())
         self._drawn = {draw.row: token for draw, token in zip(plan.draws, tokens, strict=True)}
         self._last_step = plan.step
+        linear, attention = self._backend.shares()
         return StepResult(
             step=plan.step,
             tokens=tokens,
@@ -88,16 +92,16 @@ class Runner:
             forward_s=forwarded - start,
             sample_s=time.perf_counter() - forwarded,
             scores=scores,
+            linear_s=linear * (computed - begun) + (head_s if linear else 0.0),
+            attention_s=attention * (computed - begun),
         )
 
-    def _score(self, hidden: torch.Tensor, plan: StepPlan, score: Score) -> tuple[PositionLogprobs, ...] | None:
+    def _score(self, hidden: torch.Tensor, score: Score) -> tuple[PositionLogprobs, ...] | None:
         """Prompt logprobs, a slab of rows at a time: all logits of a chunk would be 100 MB and more."""
         found: list[PositionLogprobs] = []
-        start = int(plan.row_starts[score.row]) + score.first
         for done in range(0, len(score), SCORED_AT_ONCE):
             targets = score.targets[done : done + SCORED_AT_ONCE].tolist()
-            rows = hidden[start + done : start + done + len(targets)]
-            logits = self.model.logits(rows, self._backend)[:, : self.model.config.vocab_size].cpu()
+            logits = self._backend.logits(hidden[done : done + len(targets)])[:, : self.model.config.vocab_size].cpu()
             if not bool(torch.isfinite(logits).all()):
                 return None
             found += position_logprobs(logits.numpy(), targets, [score.top] * len(targets))
@@ -119,8 +123,8 @@ class Runner:
             copies=np.zeros((0, 2), np.int32),
         )
         batch = self._batch(plan)
-        hidden = self.model.forward(batch, self.pages, self._backend)
-        self._sampler.sample(self.model.logits(hidden[batch.last_tokens], self._backend), plan.draws)
+        hidden = self._backend.forward(batch)
+        self._sampler.sample(self._backend.logits(hidden[batch.last_tokens]), plan.draws)
         for pages in (*self.pages.keys, *self.pages.values):
             pages[0].zero_()
         log.info("kernels: ready after %.1f s", time.perf_counter() - start)

@@ -30,6 +30,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
+KERNEL_SOURCES = (
+    "draw.py", "logprobs.py", "native.py", "team.py", "threads.py", "tiles.py", "vectors.py",
+    "attention/cpu_chunks.py", "attention/cpu_singles.py",
+    "model/compiled.py", "model/gemm.py", "model/gemm8.py", "model/ops_cpu.py",
+)  # fmt: skip
+"""Every file in which something stands that is compiled."""
+
+
 def _choose_layer() -> str:
     try:
         importlib.import_module("numba.np.ufunc.omppool")
@@ -42,10 +50,10 @@ def _choose_layer() -> str:
 def _kernel_folder() -> Path:
     """Where compiled kernels are kept.
 
-    numba compiles a kernel anew when the file changes that it stands in, and looks at no other: what kernels take from
-    elsewhere, which is here and in vectors, names the folder.
+    numba compiles a kernel anew when the file changes that it stands in, and looks at no other, whence it may take
+    something too: all of them name the folder.
     """
-    shared = [Path(__file__), Path(__file__).with_name("vectors.py")]
+    shared = [Path(__file__).parent / name for name in KERNEL_SOURCES]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in shared)).hexdigest()
     return cache_folder() / "kernels" / digest[:16]
 
@@ -55,9 +63,18 @@ if "NUMBA_CACHE_DIR" not in os.environ:
     numba.config.CACHE_DIR = str(_kernel_folder())
 
 
+def parallel_kernel(function: F) -> F:
+    """Compile, with loops over ``numba.prange`` for any number of threads. Without the GIL; kept on disk."""
+    return _compile_cached(function, parallel=True, fastmath=_FAST)
+
+
 def kernel(function: F) -> F:
-    """Compile for any number of threads, without the GIL; the result is kept on disk where a folder can be written."""
-    options: dict[str, Any] = {"parallel": True, "nogil": True, "fastmath": _FAST, "error_model": "numpy"}
+    """Compile what one thread does. Without the GIL; the result is kept on disk where a folder can be written."""
+    return _compile_cached(function, fastmath=_FAST)
+
+
+def _compile_cached(function: F, **options: Any) -> F:
+    options = {"nogil": True, "error_model": "numpy", **options}
     try:
         compiled: F = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder for the cache: compiled anew in every process

@@ -11,16 +11,20 @@ import functools
 from typing import Any
 
 import llvmlite.binding
+import numba
 from llvmlite import ir
 from numba.core import cgutils
 
 INDEX = ir.IntType(64)
 NUMBER = ir.FloatType()
+INT32, INT16, BYTE = ir.IntType(32), ir.IntType(16), ir.IntType(8)
 
 
 @functools.cache
 def features() -> frozenset[str]:
-    """What this CPU can do, by LLVM's names."""
+    """What code may use, by LLVM's names: what this CPU can do, or what NUMBA_CPU_FEATURES says instead."""
+    if numba.config.CPU_FEATURES is not None:
+        return frozenset(name[1:] for name in numba.config.CPU_FEATURES.split(",") if name.startswith("+"))
     return frozenset(name for name, present in llvmlite.binding.get_host_cpu_features().items() if present)
 
 
@@ -29,6 +33,9 @@ LANES = 16 if "avx512f" in features() else 8
 
 HAS_FMA = "avx512f" in features() or {"avx2", "fma"} <= features()
 """Whether a multiply-add on vectors is one instruction; where it is not, ``llvm.fma`` is a call for each number."""
+
+HAS_VNNI = "avx512vnni" in features() or {"avxvnni", "avx512vl"} <= features()
+"""Whether four products of bytes, added up, are one instruction."""
 
 
 def constant(value: int) -> Any:
@@ -61,6 +68,11 @@ def load(builder: Any, place: Any, lanes: int) -> Any:
     return builder.load(builder.bitcast(place, vector_of(lanes).as_pointer()), align=4)
 
 
+def load_as(builder: Any, kind: Any, address: Any) -> Any:
+    """A value of an LLVM type from an address (int64) of any alignment."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+
+
 def store(builder: Any, value: Any, place: Any) -> None:
     """A vector to a pointer of any alignment."""
     builder.store(value, builder.bitcast(place, value.type.as_pointer()), align=4)
@@ -68,7 +80,7 @@ def store(builder: Any, value: Any, place: Any) -> None:
 
 def broadcast(builder: Any, value: Any, lanes: int) -> Any:
     """One number into every lane."""
-    undefined = ir.Constant(vector_of(lanes), ir.Undefined)
+    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
     one = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
     return shuffle(builder, one, undefined, [0] * lanes)
 
@@ -83,6 +95,24 @@ def fused_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     name = f"llvm.{'fma' if HAS_FMA else 'fmuladd'}.v{a.type.count}f32"
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name)
     return builder.call(function, [a, b, c])
+
+
+def add_products(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
+    """int32 sums [LANES] + for each lane the products of its bytes, with those of ``x`` (an int32 of the same for all).
+
+    With VNNI ``weights`` are [LANES] of four unsigned bytes and ``x`` four signed ones. Without, ``weights`` are
+    [2 * LANES] signed bytes, two a lane, and ``x`` two int16, since the older instruction for bytes saturates.
+    """
+    spread = broadcast(builder, x, LANES)
+    if HAS_VNNI:
+        kind = sums.type
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+        return builder.call(function, [sums, weights, spread])
+    pairs = ir.VectorType(INT16, 2 * LANES)
+    name = "llvm.x86.avx512.pmaddw.d.512" if LANES == 16 else "llvm.x86.avx2.pmadd.wd"
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(sums.type, [pairs] * 2), name)
+    return builder.add(sums, builder.call(function, [builder.sext(weights, pairs), builder.bitcast(spread, pairs)]))
 
 
 def sums_across(builder: Any, vectors: list[Any]) -> Any:

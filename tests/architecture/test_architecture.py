@@ -75,6 +75,17 @@ def test_every_setting_is_documented_frozen_and_strict(model: type[BaseModel]) -
     assert model.model_config["extra"] == "forbid"
 
 
+def test_every_file_with_compiled_code_names_the_folder_of_the_cache() -> None:
+    """numba looks at one file alone: a kernel that takes another from elsewhere would stay as it was."""
+    from workers.threads import KERNEL_SOURCES
+
+    workers = ROOT / "workers"
+    marked = re.compile(r"^@(kernel|parallel_kernel|helper|precise_helper|intrinsic)\b", re.MULTILINE)
+    compiled = {str(path.relative_to(workers)) for path in workers.rglob("*.py") if marked.search(path.read_text())}
+    assert compiled <= set(KERNEL_SOURCES)
+    assert all((workers / name).is_file() for name in KERNEL_SOURCES)
+
+
 def test_error_reasons_are_unique_and_codes_exist() -> None:
     import grpc
 

@@ -16,14 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError, OutOfMemory, ProtocolError
-from workers.attention import cpu
-from workers.attention.cpu import CpuAttention
+from tests.support import cpu_kernels
+from tests.support.hf import our_model, random_model
+from workers.attention import cpu_chunks, cpu_singles
 from workers.attention.interface import Batch, KVPages, spell_out
 from workers.attention.reference import ReferenceAttention
-from workers.model import backend
+from workers.model import backend, ops
 from workers.model.config import RopeConfig
-from workers.model.ops import TorchOps
-from workers.model.ops_cpu import CpuOps
 from workers.model.rope import RotaryTable
 from workers.plan import StepPlan
 
@@ -79,7 +78,7 @@ def test_cpu_attention_equals_the_reference(
     # Every slot holds something large: one that is read beyond a row's length shows.
     keys, values = (torch.randn(100, kv_heads, block_tokens, head_dim, generator=generator) * 3 for _ in range(2))
     q = torch.randn(plan.num_tokens, kv_heads * group, head_dim, generator=generator)
-    found = CpuAttention().attend(q, keys, values, batch, window)
+    found = cpu_kernels.attend(q, keys, values, batch, window)
     want = ReferenceAttention().attend(q, keys, values, batch, window)
     assert found.shape == (plan.num_tokens, kv_heads * group * head_dim)
     torch.testing.assert_close(found, want, atol=3e-5, rtol=3e-5)
@@ -100,14 +99,13 @@ def test_what_a_row_does_not_see_reaches_no_result(
     batch = batch_of(plan, block_tokens)
     computed, new = row
     keys, values = torch.full((2, 20, 2, block_tokens, head_dim), float("nan"))
-    # A chunk's pages are gathered whole: what lies in them before the window was written once.
-    first = 0 if window is None or new > 1 else max(0, computed + new - window)
+    first = 0 if window is None else max(0, computed + 1 - window)
     for position in range(first, computed + new):
         page = int(plan.blocks[position // block_tokens])
         keys[page, :, position % block_tokens] = torch.randn(2, head_dim)
         values[page, :, position % block_tokens] = torch.randn(2, head_dim)
     q = torch.randn(new, 6, head_dim)
-    found = CpuAttention().attend(q, keys, values, batch, window)
+    found = cpu_kernels.attend(q, keys, values, batch, window)
     assert torch.isfinite(found).all()
     keys, values = keys.nan_to_num(7.0), values.nan_to_num(7.0)
     torch.testing.assert_close(found, ReferenceAttention().attend(q, keys, values, batch, window), atol=1e-5, rtol=1e-5)
@@ -130,7 +128,7 @@ def test_many_long_rows_on_all_threads() -> None:
     keys, values = torch.randn(2, 1100, 2, 16, 16)
     q = torch.randn(6, 16, 16)
     for window in (None, 1000):
-        found = CpuAttention().attend(q, keys, values, batch, window)
+        found = cpu_kernels.attend(q, keys, values, batch, window)
         want = ReferenceAttention().attend(q, keys, values, batch, window)
         torch.testing.assert_close(found, want, atol=3e-5, rtol=3e-5)
 
@@ -139,7 +137,7 @@ def test_extreme_scores_do_not_overflow() -> None:
     batch = batch_of(plan_of([(20, 1), (30, 3)], 8, 10), 8)
     keys, values = torch.randn(10, 1, 8, 16) * 1e4, torch.randn(10, 1, 8, 16)
     q = torch.randn(4, 2, 16) * 1e2
-    found = CpuAttention().attend(q, keys, values, batch, None)
+    found = cpu_kernels.attend(q, keys, values, batch, None)
     torch.testing.assert_close(found, ReferenceAttention().attend(q, keys, values, batch, None), atol=1e-3, rtol=1e-3)
 
 
@@ -160,9 +158,9 @@ def test_fused_rope_and_store_equals_the_plain_one(
     qkv = torch.randn(len(batch.positions), (heads_q + 2 * kv_heads) * head_dim)
     before = torch.randn(2, 80, kv_heads, 8, head_dim)
     results = []
-    for ops in (TorchOps(), CpuOps()):
+    for kind in (ops, cpu_kernels):
         keys, values = before.clone()
-        results.append((ops.rope_and_store(qkv, table, batch, keys, values), keys, values))
+        results.append((kind.rope_and_store(qkv, table, batch, keys, values), keys, values))
     for plain, fused in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain, atol=1e-6, rtol=1e-5)
     written = (results[0][2] != before[1]).flatten(2).any(-1).any(-1).sum()
@@ -172,7 +170,7 @@ def test_fused_rope_and_store_equals_the_plain_one(
 @pytest.mark.parametrize("shape", [(1, 16), (7, 576), (300, 33)])
 def test_fused_norms_and_gate_equal_the_plain_ones(shape: tuple[int, int]) -> None:
     x, residual, weight = torch.randn(shape) * 4, torch.randn(shape), torch.randn(shape[1])
-    plain, fused = TorchOps(), CpuOps()
+    plain, fused = ops, cpu_kernels
     torch.testing.assert_close(fused.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
     ours, theirs = residual.clone(), residual.clone()
     torch.testing.assert_close(fused.add_rms_norm(ours, x, weight, 1e-5), plain.add_rms_norm(theirs, x, weight, 1e-5))
@@ -181,18 +179,28 @@ def test_fused_norms_and_gate_equal_the_plain_ones(shape: tuple[int, int]) -> No
     torch.testing.assert_close(fused.silu_mul(gate_up), plain.silu_mul(gate_up), atol=1e-6, rtol=1e-5)
 
 
+def test_fused_norm_of_heads_equals_the_plain_one() -> None:
+    qkv, q_norm, k_norm = torch.randn(7, (6 + 2 * 2) * 24) * 4, torch.randn(24), torch.randn(24)
+    ours, theirs = qkv.clone(), qkv.clone()
+    cpu_kernels.norm_heads(ours, q_norm, k_norm, 6, 2, 1e-5)
+    ops.norm_heads(theirs, q_norm, k_norm, 6, 2, 1e-5)
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(ours[:, 8 * 24 :], qkv[:, 8 * 24 :])
+
+
 def test_gate_at_the_ends_of_fp32() -> None:
     gates = torch.tensor([[-1e30, -200.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 200.0, 1e30]])
     gate_up = torch.cat((gates, torch.ones_like(gates)), dim=1)
-    torch.testing.assert_close(CpuOps().silu_mul(gate_up), TorchOps().silu_mul(gate_up), atol=1e-8, rtol=1e-5)
+    torch.testing.assert_close(cpu_kernels.silu_mul(gate_up), ops.silu_mul(gate_up), atol=1e-8, rtol=1e-5)
 
 
 def test_read_only_and_strided_plans_compile_nothing_anew() -> None:
     """A compilation in mid-service would stop every stream for seconds."""
     plan = plan_of([(20, 1), (30, 3)], 8, 10)
     q, keys, values = torch.randn(4, 2, 16), torch.randn(10, 1, 8, 16), torch.randn(10, 1, 8, 16)
-    want = CpuAttention().attend(q, keys, values, batch_of(plan, 8), None)
-    compiled = len(cpu._decode.signatures)
+    want = cpu_kernels.attend(q, keys, values, batch_of(plan, 8), None)
+    kernels = (cpu_singles.attend_singles, cpu_chunks.attend_chunks)
+    compiled = [len(kernel.signatures) for kernel in kernels]
 
     def odd(values: np.ndarray) -> np.ndarray:
         strided = np.repeat(values, 2)[::2]
@@ -201,8 +209,8 @@ def test_read_only_and_strided_plans_compile_nothing_anew() -> None:
 
     names = ("row_starts", "num_computed", "block_starts", "blocks")
     other = dataclasses.replace(plan, **{name: odd(getattr(plan, name)) for name in names})
-    assert torch.equal(CpuAttention().attend(q, keys, values, batch_of(other, 8), None), want)
-    assert len(cpu._decode.signatures) == compiled
+    assert torch.equal(cpu_kernels.attend(q, keys, values, batch_of(other, 8), None), want)
+    assert [len(kernel.signatures) for kernel in kernels] == compiled
 
 
 def test_a_row_with_too_few_pages_is_refused() -> None:
@@ -229,9 +237,12 @@ def test_a_pool_beyond_the_memory_names_its_bytes_and_the_way_out() -> None:
         KVPages(1, (2**40, 8, 16, 8), torch.float32, CPU)
 
 
-def test_cpu_kernels_are_refused_where_they_cannot_run() -> None:
+def test_cpu_kernels_are_refused_where_they_cannot_run(tmp_path: Path) -> None:
+    random_model(tmp_path)
+    pages = KVPages(3, (4, 2, 8, 8), torch.float32, CPU)
+    half, whole = (our_model(tmp_path, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     with pytest.raises(ConfigError, match=r"engine\.attention.*bfloat16"):
-        backend.choose("cpu", CPU, torch.bfloat16)
-    assert backend.choose("auto", CPU, torch.bfloat16).attention.name == "reference"
-    assert backend.choose("auto", CPU, torch.float32).attention.name == "cpu"
-    assert backend.choose("reference", CPU, torch.float32).attention.name == "reference"
+        backend.choose("cpu", half, pages)
+    assert backend.choose("auto", half, pages).name == "reference"
+    assert backend.choose("auto", whole, pages).name == "cpu"
+    assert backend.choose("reference", whole, pages).name == "reference"

@@ -41,7 +41,9 @@ def random_model(folder: Path, *, family: str = "llama", shard: str = "1GB", see
     return model
 
 
-def our_model(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Model:
+def our_model(
+    folder: Path, dtype: torch.dtype = torch.float32, device: torch.device = CPU, *, int8: bool = False
+) -> Model:
     """The folder through our loader."""
     config = parse_config(json.loads((folder / "config.json").read_text()))
-    return Model(config, Weights(SafetensorsSource(folder), dtype, device), dtype, device)
+    return Model(config, Weights(SafetensorsSource(folder), dtype, device), dtype, device, int8=int8)

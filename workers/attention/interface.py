@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 
 from cluster.errors import OutOfMemory, ProtocolError
-from workers.plan import Int32, StepPlan
+from workers import memory
+from workers.plan import Int32, Score, StepPlan
 
 Int64 = npt.NDArray[np.int64]
 
@@ -19,8 +20,8 @@ Int64 = npt.NDArray[np.int64]
 class Batch:
     """A StepPlan with every position and slot spelled out. Tensors are int64 on the model's device.
 
-    The model's rows of hidden states are the T tokens of the plan, one after the other; sequences matter to attention
-    alone, which finds them in ``plan``.
+    The model's rows are the T tokens of the plan, one after the other; sequences matter to attention alone, which finds
+    them in ``plan``.
     """
 
     plan: StepPlan
@@ -28,7 +29,8 @@ class Batch:
     positions: torch.Tensor  # [T]
     pages: torch.Tensor  # [T] where each token's keys and values are written
     slots: torch.Tensor  # [T] and in which slot of the page
-    last_tokens: torch.Tensor  # [S] index of the token whose logits each draw needs
+    needed: torch.Tensor  # [R] the tokens whose hidden states somebody looks at, ascending
+    last_tokens: torch.Tensor  # [S] of those, the one whose logits each draw needs
     max_position: int
     single_rows: Int64  # rows of one token
     chunk_rows: Int64  # rows of several
@@ -37,6 +39,11 @@ class Batch:
         """Tokens of a row whose keys are in pages when it attends: those of before, and the step's own."""
         plan = self.plan
         return int(plan.num_computed[row] + plan.row_starts[row + 1] - plan.row_starts[row])
+
+    def hidden_of(self, score: Score) -> slice:
+        """Where the hidden states of a score's tokens are among the needed ones."""
+        start = int(torch.searchsorted(self.needed, int(self.plan.row_starts[score.row]) + score.first))
+        return slice(start, start + len(score))
 
     def used_pages(self, row: int, block_tokens: int, window: int | None = None) -> tuple[torch.Tensor, int]:
         """The pages that hold what the row sees, in order, as an int64 tensor on the model's device; and the position
@@ -62,6 +69,11 @@ def spell_out(plan: StepPlan, token_ids: Int64, block_tokens: int, device: torch
         row = int(rows[np.argmax(entries >= plan.block_starts[rows + 1])])
         raise ProtocolError(f"plan of step {plan.step}: row {row} has fewer pages than its positions need", row=row)
     last = np.fromiter((plan.row_starts[draw.row + 1] - 1 for draw in plan.draws), np.int64, len(plan.draws))
+    needed = np.zeros(plan.num_tokens, np.bool_)
+    needed[last] = True
+    for score in plan.scores:
+        start = plan.row_starts[score.row] + score.first
+        needed[start : start + len(score)] = True
 
     def tensor(values: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(device)
@@ -72,7 +84,8 @@ def spell_out(plan: StepPlan, token_ids: Int64, block_tokens: int, device: torch
         positions=tensor(positions),
         pages=tensor(plan.blocks[entries]),
         slots=tensor(positions % block_tokens),
-        last_tokens=tensor(last),
+        needed=tensor(np.flatnonzero(needed)),
+        last_tokens=tensor((np.cumsum(needed) - 1)[last]),
         max_position=int(positions.max(initial=0)),
         single_rows=np.flatnonzero(lengths == 1),
         chunk_rows=np.flatnonzero(lengths > 1),
@@ -128,10 +141,7 @@ class KVPages:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros are the kernel's untouched zero pages: a pool costs memory only as it fills.
-    return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return memory.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 class Attention(Protocol):

@@ -11,9 +11,12 @@ if TYPE_CHECKING:
     from workers.model.llama import Model
 
 
-def load(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> Model:
-    """Read a model's config and weights. Raises ModelLoadError that names the file, field or tensor."""
+def load(files: ModelFiles, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> Model:
+    """Read a model's config and weights; ``int8`` rounds those of linear layers to 8 bits.
+
+    Raises ModelLoadError that names the file, field or tensor; ConfigError where 8 bits cannot be computed.
+    """
     # Imported here: whoever wants only a ModelConfig gets it without torch.
     from workers.model.loading import load_model
 
-    return load_model(files, dtype, device)
+    return load_model(files, dtype, device, int8=int8)

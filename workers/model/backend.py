@@ -2,40 +2,70 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from cluster.config import AttentionName
 from cluster.errors import ConfigError
-from workers.attention.interface import Attention
+from workers.attention.interface import Attention, Batch, KVPages
 from workers.attention.reference import ReferenceAttention
-from workers.model.ops import Ops, TorchOps
+from workers.model.llama import Model
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """The small operations, and attention."""
+class Backend(Protocol):
+    """A model over its pages."""
 
-    ops: Ops
-    attention: Attention
+    name: str
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Compute the step's tokens and write their keys and values; the hidden states of ``batch.needed``,
+        [R, hidden]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of hidden states [S, hidden] that ``forward`` returned: [S, vocab_size] in fp32; may be overwritten."""
+        ...
+
+    def shares(self) -> tuple[float, float]:
+        """What of the last ``forward`` went into linear layers, and into attention; zeros where it is not known."""
+        ...
 
 
-def choose(name: AttentionName, device: torch.device, dtype: torch.dtype) -> Backend:
-    """``auto``: the fused kernels on a CPU in fp32, the reference anywhere else.
+class TorchModel:
+    """One operation after the other, in torch: any device, any dtype."""
+
+    def __init__(self, model: Model, pages: KVPages, attention: Attention) -> None:
+        self.name = attention.name
+        self._model, self._pages, self._attention = model, pages, attention
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See Backend."""
+        return self._model.forward(batch, self._pages, self._attention)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Backend."""
+        return self._model.logits(hidden)
+
+    def shares(self) -> tuple[float, float]:
+        """See Backend."""
+        return 0.0, 0.0
+
+
+def choose(name: AttentionName, model: Model, pages: KVPages) -> Backend:
+    """``auto``: the compiled model on a CPU in fp32 that has the vectors for it, the reference anywhere else.
 
     Raises ConfigError if ``cpu`` is asked for where it cannot run.
     """
-    fused = device.type == "cpu" and dtype == torch.float32
-    if name == "cpu" and not fused:
+    packed = model.head.packed is not None
+    if name == "cpu" and not packed:
+        where = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
         raise ConfigError(
-            f"engine.attention: 'cpu' runs in float32 on a CPU, not in {str(dtype).removeprefix('torch.')} on {device}",
+            f"engine.attention: 'cpu' runs in float32 on a CPU with vector multiply-add, not in {where}",
             field="engine.attention",
         )
-    if name == "reference" or not fused:
-        return Backend(TorchOps(), ReferenceAttention())
-    # numba is imported only where its kernels run.
-    from workers.attention.cpu import CpuAttention
-    from workers.model.ops_cpu import CpuOps
+    if name == "reference" or not packed:
+        return TorchModel(model, pages, ReferenceAttention())
+    from workers.model.compiled import CompiledModel  # numba is imported only where its kernels run
 
-    return Backend(CpuOps(), CpuAttention())
+    return CompiledModel(model, pages)

@@ -1,21 +1,50 @@
-"""The small operations fused for a CPU in fp32: each reads and writes memory once. Must equal ops.TorchOps."""
+"""The small operations fused for a CPU in fp32: each reads and writes memory once. Must equal workers/model/ops.py.
+
+Each does the share of thread ``me`` of ``threads`` (workers/team.py): its rows.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
-import torch
 
-from workers.attention.interface import Batch
-from workers.model.rope import RotaryTable
-from workers.threads import exp32, kernel
+from workers.team import share
+from workers.threads import exp32, helper, kernel
 
 
 @kernel
-def _rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
-    for t in numba.prange(x.shape[0]):
+def take_rows(source: Any, rows: Any, out: Any, me: Any, threads: Any) -> None:
+    """out[i] = source[rows[i]]"""
+    start, stop = share(rows.shape[0], me, threads)
+    for t in range(start, stop):
+        for i in range(source.shape[1]):
+            out[t, i] = source[rows[t], i]
+
+
+@kernel
+def add(x: Any, y: Any, out: Any, me: Any, threads: Any) -> None:
+    """out = x + y"""
+    start, stop = share(x.shape[0], me, threads)
+    for t in range(start, stop):
+        for i in range(x.shape[1]):
+            out[t, i] = x[t, i] + y[t, i]
+
+
+@kernel
+def add_bias(x: Any, bias: Any, me: Any, threads: Any) -> None:
+    """x += bias, in place."""
+    start, stop = share(x.shape[0], me, threads)
+    for t in range(start, stop):
+        for i in range(x.shape[1]):
+            x[t, i] += bias[i]
+
+
+@kernel
+def rms_norm(x: Any, weight: Any, eps: Any, out: Any, me: Any, threads: Any) -> None:
+    """Root mean square norm of each row of x [T, n]."""
+    start, stop = share(x.shape[0], me, threads)
+    for t in range(start, stop):
         total = np.float32(0)
         for i in range(x.shape[1]):
             total += x[t, i] * x[t, i]
@@ -25,8 +54,10 @@ def _rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
 
 
 @kernel
-def _add_rms_norm(residual: Any, x: Any, weight: Any, eps: Any, out: Any) -> None:
-    for t in numba.prange(x.shape[0]):
+def add_rms_norm(residual: Any, x: Any, weight: Any, eps: Any, out: Any, me: Any, threads: Any) -> None:
+    """``residual += x`` in place, then the norm of the sum."""
+    start, stop = share(x.shape[0], me, threads)
+    for t in range(start, stop):
         total = np.float32(0)
         for i in range(x.shape[1]):
             value = residual[t, i] + x[t, i]
@@ -38,21 +69,58 @@ def _add_rms_norm(residual: Any, x: Any, weight: Any, eps: Any, out: Any) -> Non
 
 
 @kernel
-def _silu_mul(gate_up: Any, out: Any) -> None:
+def silu_mul(gate_up: Any, out: Any, me: Any, threads: Any) -> None:
+    """``silu(gate) * up`` of [T, 2n] that holds gate, then up."""
     half = out.shape[1]
-    for t in numba.prange(out.shape[0]):
+    start, stop = share(out.shape[0], me, threads)
+    for t in range(start, stop):
         for i in range(half):
             gate = gate_up[t, i]
             out[t, i] = gate / (np.float32(1) + exp32(-gate)) * gate_up[t, half + i]
 
 
 @kernel
-def _rope_and_store(
-    qkv: Any, cos: Any, sin: Any, positions: Any, pages: Any, slots: Any, keys: Any, values: Any, q: Any
+def norm_heads(qkv: Any, q_norm: Any, k_norm: Any, heads: Any, kv_heads: Any, eps: Any, me: Any, threads: Any) -> None:
+    """Norm each head of q and of k of qkv [T, (heads + 2 kv_heads) * head_dim] in place."""
+    start, stop = share(qkv.shape[0], me, threads)
+    for t in range(start, stop):
+        for h in range(heads):
+            _norm_head(qkv, t, h, q_norm, eps)
+        for h in range(heads, heads + kv_heads):
+            _norm_head(qkv, t, h, k_norm, eps)
+
+
+@helper
+def _norm_head(qkv: Any, t: Any, h: Any, weight: Any, eps: Any) -> None:
+    head_dim = weight.shape[0]
+    base = h * head_dim
+    total = np.float32(0)
+    for i in range(head_dim):
+        total += qkv[t, base + i] * qkv[t, base + i]
+    scale = np.float32(1) / np.sqrt(total / np.float32(head_dim) + eps)
+    for i in range(head_dim):
+        qkv[t, base + i] = weight[i] * (qkv[t, base + i] * scale)
+
+
+@kernel
+def rope_and_store(
+    qkv: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    pages: Any,
+    slots: Any,
+    keys: Any,
+    values: Any,
+    q: Any,
+    me: Any,
+    threads: Any,
 ) -> None:
+    """Turn q and k of qkv [T, (heads + 2 kv_heads) * head_dim]: q to ``q`` [T, heads, head_dim], k and v to pages."""
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads, half = keys.shape[1], head_dim // 2
-    for t in numba.prange(q.shape[0]):
+    start, stop = share(q.shape[0], me, threads)
+    for t in range(start, stop):
         position, page, slot = positions[t], pages[t], slots[t]
         for h in range(heads + kv_heads):
             base = h * head_dim
@@ -65,49 +133,3 @@ def _rope_and_store(
             base = (heads + kv_heads + h) * head_dim
             for i in range(head_dim):
                 values[page, h, slot, i] = qkv[t, base + i]
-
-
-class CpuOps:
-    """fp32 on a CPU; tensors must be contiguous."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See Ops."""
-        out = torch.empty_like(x)
-        _rms_norm(x.numpy(), weight.numpy(), np.float32(eps), out.numpy())
-        return out
-
-    def add_rms_norm(self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See Ops."""
-        out = torch.empty_like(residual)
-        _add_rms_norm(residual.numpy(), x.numpy(), weight.numpy(), np.float32(eps), out.numpy())
-        return out
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        _silu_mul(gate_up.numpy(), out.numpy())
-        return out
-
-    def rope_and_store(
-        self,
-        qkv: torch.Tensor,
-        table: RotaryTable,
-        batch: Batch,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        """See Ops."""
-        _, kv_heads, _, head_dim = keys.shape
-        q = qkv.new_empty(len(qkv), qkv.shape[1] // head_dim - 2 * kv_heads, head_dim)
-        _rope_and_store(
-            qkv.numpy(),
-            table.cos.numpy(),
-            table.sin.numpy(),
-            batch.positions.numpy(),
-            batch.pages.numpy(),
-            batch.slots.numpy(),
-            keys.numpy(),
-            values.numpy(),
-            q.numpy(),
-        )
-        return q

@@ -1,19 +1,17 @@
-"""Attention on a CPU in fp32: a fused kernel for rows of one token, gathered pages and torch's kernel for chunks."""
+"""Attention on a CPU in fp32 for rows of one token."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-import numba
 import numpy as np
-import torch
+import numpy.typing as npt
 from numba.core import types
 from numba.extending import intrinsic
 
 from workers import vectors
-from workers.attention.interface import Batch
-from workers.attention.reference import gather, visible
+from workers.team import share
 from workers.threads import exp32, helper, kernel
 
 WIDTHS = tuple(sorted({vectors.LANES, 8, 1}, reverse=True))
@@ -22,84 +20,99 @@ WIDTHS = tuple(sorted({vectors.LANES, 8, 1}, reverse=True))
 COLUMNS = 4
 """Vectors of values that are summed side by side: each has to wait for its own last sum."""
 
-_EVERYTHING = 2**31 - 1
+SEGMENT = 512
+"""Slots that are attended at once, a multiple of every page."""
+
+EVERYTHING = 2**31 - 1
 """A window of any context."""
 
 
-class CpuAttention:
-    """Reads decode rows' pages where they lie; must equal ReferenceAttention."""
+def width_for(block_tokens: int, head_dim: int) -> int:
+    """Lanes for pages of this shape."""
+    return next(width for width in WIDTHS if block_tokens % width == 0 and head_dim % width == 0)
 
-    name = "cpu"
 
-    def attend(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Batch, window: int | None
-    ) -> torch.Tensor:
-        """See Attention."""
-        plan = batch.plan
-        out = torch.empty_like(q)
-        if len(batch.single_rows):
-            width = next(w for w in WIDTHS if keys.shape[2] % w == 0 and keys.shape[3] % w == 0)
-            _decode(
-                q.numpy(), keys.numpy(), values.numpy(), batch.single_rows, plan.row_starts, plan.num_computed,
-                plan.block_starts, plan.blocks, _EVERYTHING if window is None else window, width,
-                numba.get_num_threads(), out.numpy(),
-            )  # fmt: skip
-        for row in batch.chunk_rows:
-            self._chunk(int(row), q, keys, values, batch, window, out)
-        return out.flatten(1)
-
-    def _chunk(
-        self,
-        row: int,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: Batch,
-        window: int | None,
-        out: torch.Tensor,
-    ) -> None:
-        """One row of many tokens, over its earlier pages too."""
-        plan = batch.plan
-        start, end = plan.row_starts[row], plan.row_starts[row + 1]
-        used, first = batch.used_pages(row, keys.shape[2], window)
-        length = batch.length(row) - first
-        whole = bool(plan.num_computed[row] == 0) and (window is None or length <= window)
-        mask = None if whole else visible(batch.positions[start:end] - first, length, window)
-        out[start:end] = torch.nn.functional.scaled_dot_product_attention(
-            q[start:end].transpose(0, 1)[None],
-            gather(keys, used, length)[None],
-            gather(values, used, length)[None],
-            attn_mask=mask,
-            is_causal=whole,
-            enable_gqa=True,
-        )[0].transpose(0, 1)
+def parts_of(lengths: npt.NDArray[np.integer]) -> int:
+    """How many segments the rows that see so many slots have together, at most; those of one segment do not count."""
+    segments = (lengths.astype(np.int64) - 1) // SEGMENT + 1
+    return int(segments[segments > 1].sum())
 
 
 @kernel
-def _decode(
+def attend_singles(
     q: Any, keys: Any, values: Any, rows: Any, row_starts: Any, num_computed: Any, block_starts: Any, blocks: Any,
-    window: Any, width: Any, threads: Any, out: Any,
+    window: Any, width: Any, sums: Any, tops: Any, out: Any, me: Any, threads: Any,
 ) -> None:  # fmt: skip
-    """Work items are (row, KV head), given to threads in runs of about as many tokens that are seen."""
+    """The share of thread ``me`` of ``rows`` of one token each.
+
+    Work items are (row, KV head, segment of its slots), given to threads in runs of about as many slots that are seen.
+    A row of several segments leaves them in ``sums`` [parts * kv_heads, group, head_dim] and ``tops`` [..., group, 2],
+    from which ``put_together`` makes the result (Flash-Decoding, Dao et al., 2023): one long row keeps all threads
+    busy. Segments begin at multiples of SEGMENT, so that a result does not depend on the batch or the threads.
+    """
     kv_heads = keys.shape[1]
     total = np.int64(0)
     for r in rows:
-        total += min(num_computed[r] + 1, window)
-    total *= kv_heads
-    for thread in numba.prange(threads):
-        first, last = total * thread // threads, total * (thread + 1) // threads
-        before = np.int64(0)
-        for r in rows:
-            length = np.int64(num_computed[r] + 1)
-            seen = min(length, window)
-            for kv_head in range(kv_heads):
-                middle = before + seen // 2
-                if first <= middle < last:
-                    _attend_one(
-                        q, row_starts[r], keys, values, blocks, block_starts[r], length - seen, length, kv_head,
-                        width, out,
+        total += min(np.int64(num_computed[r] + 1), window)
+    begin, end = share(total * kv_heads, me, threads)
+    before, part = np.int64(0), np.int64(0)
+    for r in rows:
+        length = np.int64(num_computed[r] + 1)
+        first, several = max(np.int64(0), length - window), _segments(length, window) > 1
+        for kv_head in range(kv_heads):
+            for segment in range(first // SEGMENT, (length - 1) // SEGMENT + 1):
+                low, high = max(first, segment * SEGMENT), min(length, (segment + 1) * SEGMENT)
+                if begin <= before + (high - low) // 2 < end:
+                    _attend_segment(
+                        q, np.int64(row_starts[r]), keys, values, blocks, np.int64(block_starts[r]), low, high,
+                        np.int64(kv_head), width, several, part, sums, tops, out,
                     )  # fmt: skip
-                before += seen
+                before += high - low
+                part += several
+
+
+@kernel
+def put_together(
+    rows: Any, row_starts: Any, num_computed: Any, window: Any, sums: Any, tops: Any, out: Any, me: Any, threads: Any
+) -> None:
+    """The share of thread ``me`` of rows of several segments: their weighted values, scaled to the largest score."""
+    group, head_dim = sums.shape[1], sums.shape[2]
+    part, item = np.int64(0), np.int64(0)
+    for r in rows:
+        count = _segments(np.int64(num_computed[r] + 1), window)
+        if count == 1:
+            continue
+        for kv_head in range(out.shape[1] // group):
+            if item % threads == me:
+                for g in range(group):
+                    _put_together(sums, tops, part, count, g, row_starts[r], kv_head * group + g, head_dim, out)
+            item += 1
+            part += count
+
+
+@helper
+def _put_together(
+    sums: Any, tops: Any, part: Any, count: Any, g: Any, row: Any, head: Any, head_dim: Any, out: Any
+) -> None:
+    top = tops[part, g, 0]
+    for p in range(part + 1, part + count):
+        top = max(top, tops[p, g, 0])
+    total = np.float32(0)
+    for i in range(head_dim):
+        out[row, head, i] = np.float32(0)
+    for p in range(part, part + count):
+        factor = exp32(tops[p, g, 0] - top) * tops[p, g, 1]
+        total += factor
+        for i in range(head_dim):
+            out[row, head, i] += factor * sums[p, g, i]
+    for i in range(head_dim):
+        out[row, head, i] /= total
+
+
+@helper
+def _segments(length: Any, window: Any) -> Any:
+    """How many segments the slots [length - window, length) lie in."""
+    return (length - 1) // SEGMENT - max(np.int64(0), length - window) // SEGMENT + 1
 
 
 # Below, pages and queries go by whole with indices, or as addresses, never as slices: a slice counts references,
@@ -107,9 +120,9 @@ def _decode(
 
 
 @helper
-def _attend_one(
+def _attend_segment(
     q: Any, token: Any, keys: Any, values: Any, blocks: Any, first_block: Any, first: Any, length: Any, kv_head: Any,
-    width: Any, out: Any,
+    width: Any, several: Any, part: Any, sums: Any, tops: Any, out: Any,
 ) -> None:  # fmt: skip
     """One token's query heads over one KV head's slots [first, length): all scores, their softmax, the sum of values.
 
@@ -121,9 +134,17 @@ def _attend_one(
     begin = first // block_tokens * block_tokens  # the position that scores[:, 0] is about
     scores = np.empty((group, (length + block_tokens - 1) // block_tokens * block_tokens - begin), np.float32)
     _score_pages(q, token, keys, blocks, first_block, begin, length, kv_head, width, scores)
+    scale = np.float32(1) / np.sqrt(np.float32(head_dim))
     for g in range(group):
-        _softmax(scores[g, first - begin : length - begin], np.float32(1) / np.sqrt(np.float32(head_dim)))
-    _sum_pages(scores, values, blocks, first_block, begin, first, length, kv_head, width, token, out)
+        top, total = _softmax(scores[g, first - begin : length - begin], scale)
+        if several:
+            tops[part, g, 0], tops[part, g, 1] = top, total
+    if several:
+        _sum_pages(scores, values, blocks, first_block, begin, first, length, kv_head, width, part, np.int64(0), sums)
+    else:
+        _sum_pages(
+            scores, values, blocks, first_block, begin, first, length, kv_head, width, token, kv_head * group, out
+        )
 
 
 # Who takes an array's address gets the array as an argument: numba gives an array back behind the last line that names
@@ -155,16 +176,16 @@ def _score_pages(
 @helper
 def _sum_pages(
     weights: Any, values: Any, blocks: Any, first_block: Any, begin: Any, first: Any, length: Any, kv_head: Any,
-    width: Any, token: Any, out: Any,
+    width: Any, row: Any, head: Any, out: Any,
 ) -> None:  # fmt: skip
-    """out[token] of one KV head: the values of slots [first, length), weighted; weights[:, 0] is about ``begin``."""
+    """out[row, head:] = the values of slots [first, length), weighted; weights[:, 0] is about ``begin``."""
     kv_heads, block_tokens, head_dim = values.shape[1], values.shape[2], values.shape[3]
     group = weights.shape[0]
     for g in range(group):
         for i in range(head_dim):
-            out[token, kv_head * group + g, i] = np.float32(0)
+            out[row, head + g, i] = np.float32(0)
     page_bytes, last_page = 4 * block_tokens * head_dim, (length - 1) // block_tokens
-    target = out.ctypes.data + 4 * head_dim * (token * out.shape[1] + kv_head * group)
+    target = out.ctypes.data + 4 * head_dim * (row * out.shape[1] + head)
     all_values, source = values.ctypes.data + page_bytes * kv_head, weights.ctypes.data
     for b in range(begin // block_tokens, last_page + 1):
         page = all_values + page_bytes * kv_heads * blocks[first_block + b]
@@ -179,8 +200,9 @@ def _sum_pages(
 
 
 @helper
-def _softmax(scores: Any, scale: Any) -> None:
-    """In place. (A view, so that its indices begin at 0: where they might be negative no loop becomes vectors.)"""
+def _softmax(scores: Any, scale: Any) -> Any:
+    """In place; returns the largest score, scaled, and the sum that was divided by. (A view, so that its indices begin
+    at 0: where they might be negative no loop becomes vectors.)"""
     top = scores[0]
     for s in range(1, scores.shape[0]):
         top = max(top, scores[s])
@@ -192,6 +214,7 @@ def _softmax(scores: Any, scale: Any) -> None:
     inverse = np.float32(1) / total
     for s in range(scores.shape[0]):
         scores[s] *= inverse
+    return top * scale, total
 
 
 @helper
