@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.bench import batching, chunked_prefill, kv_cache, paging, prefix_cache
+from tests.bench import batching, chunked_prefill, kv_cache, paging, prefix_cache, weight_formats
 from tests.bench.common import MODEL, Result, engine_on
 from workers.offline import Offline
 
@@ -24,6 +24,7 @@ BENCHES: dict[str, Callable[[Offline], Result]] = {
     "paging": paging.run,
     "prefix_cache": prefix_cache.run,
     "chunked_prefill": chunked_prefill.run,
+    "weight_formats": weight_formats.run,
 }
 
 

@@ -30,6 +30,7 @@ def bench_engine(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; unset: all cores.")] = None,
+    weights: Annotated[str, typer.Option(help="auto (as dtype) or int8.")] = "auto",
     attention: Annotated[str, typer.Option(help="auto, reference or cpu.")] = "auto",
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 512,
     step_target_ms: Annotated[
@@ -63,6 +64,7 @@ def bench_engine(
         "device": device,
         "dtype": dtype,
         "threads": threads,
+        "weights": weights,
         "attention": attention,
         "max_batch_tokens": max_batch_tokens,
         "step_target_ms": step_target_ms,
@@ -135,6 +137,10 @@ def _short(items: list[Item], offline: Offline) -> list[Item]:
     return workload.that_fit(items, offline.max_context_tokens)
 
 
+def _of(times: dict[str, float], part: str) -> str:
+    return f"{times[part]:.2f}  {times[part] / max(times['total'], 1e-9):6.1%}"
+
+
 def table(report: dict[str, Any]) -> Any:
     """One figure a line."""
     from rich.table import Table
@@ -150,13 +156,20 @@ def table(report: dict[str, Any]) -> Any:
     grid.add_row("output tok/s", f"{report['output_tok_s']:.1f} ({low:.1f} to {high:.1f} in {report['repeats']})")
     grid.add_row("prompt tok/s", f"{report['prompt_tok_s']:.1f}")
     grid.add_row("one request alone, tok/s", f"{report['single_tok_s']:.1f}")
+    if report["memory_limit_tok_s"] is not None:
+        share = report["single_share_of_memory_limit"]
+        limit = f"{report['memory_limit_tok_s']:.1f}  {share:6.1%}"
+        grid.add_row("  if it only read weights, at a copy's speed", limit)
     for name, times in (("step", report["step_ms"]), ("step of 32 decodes", report["step_ms_at_32"])):
         if times is None:
             grid.add_row(name, "none had 32 sequences")
             continue
         grid.add_row(f"{name}, ms", f"{times['total']:.2f} (mean of {times['steps']})")
         for part in ("schedule", "forward", "sample", "other"):
-            grid.add_row(f"  {part}", f"{times[part]:.2f}  {times[part] / max(times['total'], 1e-9):6.1%}")
+            grid.add_row(f"  {part}", _of(times, part))
+            if part == "forward" and times["linear"]:
+                grid.add_row("    linear layers", _of(times, "linear"))
+                grid.add_row("    attention", _of(times, "attention"))
     share = report["overhead_share_at_32"]
     grid.add_row("all but forward, at 32 sequences", "not measured" if share is None else f"{share:.1%}")
     grid.add_row("KV slots allocated but empty", f"{report['kv_waste_percent']:.2f} %")

@@ -29,12 +29,17 @@ Progress = Callable[[int], None]
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds, summed over steps. ``forward_s`` is the runner's: spelling out the batch, and the model."""
+    """Seconds, summed over steps. ``forward_s`` is the runner's: spelling out the batch, and the model.
+
+    ``linear_s`` and ``attention_s`` are parts of it, and zero where the backend does not know them.
+    """
 
     steps: int = 0
     total_s: float = 0.0
     schedule_s: float = 0.0
     forward_s: float = 0.0
+    linear_s: float = 0.0
+    attention_s: float = 0.0
     sample_s: float = 0.0
     other_s: float = 0.0
 
@@ -45,6 +50,8 @@ class StepTimes:
         self.total_s += total_s
         self.schedule_s += total_s - executed.execute_s
         self.forward_s += result.forward_s
+        self.linear_s += result.linear_s
+        self.attention_s += result.attention_s
         self.sample_s += result.sample_s
         self.other_s += executed.execute_s - result.forward_s - result.sample_s
 
@@ -170,7 +177,12 @@ def prompts_only(items: Sequence[Item]) -> list[Item]:
 
 
 def report(runs: Sequence[Run], alone: Run, prefill: Run, offline: Offline) -> dict[str, Any]:
-    """The figures; rates are medians over the repeats, whose range is told beside them."""
+    """The figures; rates are medians over the repeats, whose range is told beside them.
+
+    One request alone cannot be faster than the weights can be read: ``memory_limit_tok_s``, from copying now.
+    """
+    peak = peak_rss_bytes()
+    limit = offline.copy_bytes_per_s() / offline.model.weight_bytes if offline.model.device.type == "cpu" else None
     middle = sorted(runs, key=lambda one: one.output_tok_s)[len(runs) // 2]
     rates = [one.output_tok_s for one in runs]
     waste = [share for one in runs for share in one.waste]
@@ -180,6 +192,8 @@ def report(runs: Sequence[Run], alone: Run, prefill: Run, offline: Offline) -> d
         "output_tok_s_range": [min(rates), max(rates)],
         "prompt_tok_s": (prefill.prompt_tokens - prefill.cached_tokens) / prefill.wall_s,
         "single_tok_s": alone.output_tok_s,
+        "memory_limit_tok_s": limit,
+        "single_share_of_memory_limit": None if limit is None else alone.output_tok_s / limit,
         "repeats": len(runs),
         "prompt_tokens": middle.prompt_tokens,
         "cached_tokens": middle.cached_tokens,
@@ -193,7 +207,7 @@ def report(runs: Sequence[Run], alone: Run, prefill: Run, offline: Offline) -> d
         "totals": asdict(middle.times),
         "kv_waste_percent": 100 * statistics.fmean(waste) if waste else 0.0,
         "most_running": middle.most_running,
-        "peak_rss_bytes": peak_rss_bytes(),
+        "peak_rss_bytes": peak,
         "threads": offline.threads,
         "num_blocks": offline.runner.num_blocks,
         "device": str(offline.model.device),
