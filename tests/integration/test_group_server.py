@@ -115,9 +115,13 @@ async def test_cancel_frees_the_pages_and_says_nothing_more() -> None:
         await router.cancel("a")
         await router.cancel("a")
         await router.wait(lambda: router.load.used_blocks == 0 == router.load.running_requests, "pages are free")
+        await router.submit("b", max_tokens=FOREVER)
+        # A token that was made before the cancel may come behind that load, but not behind b's.
+        await router.wait(lambda: router.tokens("b"), "b begins")
         seen = len(router.tokens("a"))
-        await router.submit("b")
-        await router.finish("b")
+        await router.wait(lambda: len(router.tokens("b")) > 5, "b goes on")
+        await router.cancel("b")
+        await router.wait(lambda: router.load.used_blocks == 0 == router.load.running_requests, "pages are free")
         assert len(router.tokens("a")) == seen
         assert router.end("a") is None
         assert running.engine.requests == {}
