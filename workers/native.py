@@ -18,6 +18,10 @@ from numba.extending import intrinsic
 Call = Callable[[Any, Any], None]
 """For compiled code: ``call(code, (arguments ...))``, where ``code`` is what ``Kernels.addresses`` returned."""
 
+FAILED = 0
+"""The place in ``code`` that is not 0 once a kernel has raised something (it had no memory): who called compiled code
+looks there, since nobody there does."""
+
 
 class Kernels:
     """The kernels that some compiled code calls."""
@@ -26,15 +30,15 @@ class Kernels:
         self._kernels: list[tuple[Any, tuple[types.Type, ...], Call]] = []
 
     def add(self, kernel: Any, *arguments: types.Type) -> Call:
-        """One for arguments of these types. It must return nothing and raise nothing."""
-        call = _caller(len(self._kernels), arguments)
+        """One for arguments of these types, which returns nothing."""
+        call = _caller(FAILED + 1 + len(self._kernels), arguments)
         self._kernels.append((kernel, arguments, call))
         return call
 
     def addresses(self, without: Container[Call] = frozenset()) -> npt.NDArray[np.int64]:
         """Compiles the kernels, or reads them from the cache, but for those that are not called."""
         found = [0 if call in without else _address(kernel, types_) for kernel, types_, call in self._kernels]
-        return np.array(found, np.int64)
+        return np.array([0, *found], np.int64)
 
 
 def pointer_to(kind: types.Type) -> Callable[[Any], Any]:
@@ -70,7 +74,9 @@ def _caller(index: int, expected: tuple[types.Type, ...]) -> Call:
             address = builder.load(builder.gep(addresses, [ir.Constant(ir.IntType(64), index)]))
             given = zip(cgutils.unpack_tuple(builder, packed, len(expected)), signature.args[1], expected, strict=True)
             values = [context.cast(builder, value, kind, wanted) for value, kind, wanted in given]
-            _call(context, builder, address, expected, values)
+            status = _call(context, builder, address, expected, values)
+            with builder.if_then(builder.icmp_signed("!=", status, status.type(0)), likely=False):
+                builder.store(ir.IntType(64)(1), builder.gep(addresses, [ir.IntType(64)(FAILED)]))
             return context.get_dummy_value()
 
         return types.void(code, values), generate
@@ -79,10 +85,10 @@ def _caller(index: int, expected: tuple[types.Type, ...]) -> Call:
     return found
 
 
-def _call(context: Any, builder: Any, address: Any, kinds: tuple[types.Type, ...], values: list[Any]) -> None:
-    """By numba's convention: where the result goes, where an exception would go, the arguments. The status is left."""
+def _call(context: Any, builder: Any, address: Any, kinds: tuple[types.Type, ...], values: list[Any]) -> Any:
+    """By numba's convention: where the result goes, where an exception goes, the arguments. Returns the status."""
     convention = context.call_conv
     function = convention.get_function_type(types.none, kinds)
     places = [cgutils.alloca_once(builder, argument.pointee) for argument in function.args[:2]]
     passed = convention._get_arg_packer(kinds).as_arguments(builder, values)
-    builder.call(builder.inttoptr(address, ir.PointerType(function)), [*places, *passed])
+    return builder.call(builder.inttoptr(address, ir.PointerType(function)), [*places, *passed])

@@ -58,10 +58,10 @@ class Offline:
         self.runner = assembly.make_runner(model, config, num_blocks)
 
     def copy_bytes_per_s(self) -> float:
-        """What a copy of 256 MiB moves, reads and writes together; the best of a few."""
+        """What a copy of 64 MiB moves, reads and writes together; the best of a few."""
         import torch
 
-        source = torch.ones(64 << 20)
+        source = torch.ones(16 << 20)
         target = torch.empty_like(source)
         best = float("inf")
         for _ in range(5):

@@ -130,7 +130,13 @@ class Runner:
         log.info("kernels: ready after %.1f s", time.perf_counter() - start)
 
     def _batch(self, plan: StepPlan) -> Batch:
-        return spell_out(plan, self._resolved(plan), self.pages.block_tokens, self.model.device)
+        """Kernels look at nothing again: what would lead them out of the pages or the vocabulary is refused here."""
+        token_ids = self._resolved(plan)
+        vocab_size = self.model.config.vocab_size
+        for name, numbers, end in (("page", plan.blocks, self.num_blocks), ("token", token_ids, vocab_size)):
+            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < end:
+                raise ProtocolError(f"plan of step {plan.step}: a {name} outside 0 to {end - 1}")
+        return spell_out(plan, token_ids, self.pages.block_tokens, self.model.device)
 
     def _resolved(self, plan: StepPlan) -> Int64:
         """The plan's token ids, with those that the last step drew in their places."""

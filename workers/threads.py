@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+os.environ["OMP_DYNAMIC"] = "false"  # a step's threads wait for each other: all that were asked for must come
+
 import torch  # before numba: see above
 
 import numba  # isort: skip
@@ -31,11 +33,11 @@ _FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
 KERNEL_SOURCES = (
-    "draw.py", "logprobs.py", "native.py", "team.py", "threads.py", "tiles.py", "vectors.py",
+    "draw.py", "logprobs.py", "native.py", "plan.py", "team.py", "threads.py", "tiles.py", "vectors.py",
     "attention/cpu_chunks.py", "attention/cpu_singles.py",
     "model/compiled.py", "model/gemm.py", "model/gemm8.py", "model/ops_cpu.py",
 )  # fmt: skip
-"""Every file in which something stands that is compiled."""
+"""Every file in which something stands that is compiled, or a number that is compiled in."""
 
 
 def _choose_layer() -> str:
@@ -55,12 +57,11 @@ def _kernel_folder() -> Path:
     """
     shared = [Path(__file__).parent / name for name in KERNEL_SOURCES]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in shared)).hexdigest()
-    return cache_folder() / "kernels" / digest[:16]
+    return Path(os.environ.get("NUMBA_CACHE_DIR") or cache_folder() / "kernels") / digest[:16]
 
 
 numba.config.THREADING_LAYER = _choose_layer()
-if "NUMBA_CACHE_DIR" not in os.environ:
-    numba.config.CACHE_DIR = str(_kernel_folder())
+numba.config.CACHE_DIR = str(_kernel_folder())
 
 
 def parallel_kernel(function: F) -> F:

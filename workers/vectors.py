@@ -25,16 +25,17 @@ def features() -> frozenset[str]:
     """What code may use, by LLVM's names: what this CPU can do, or what NUMBA_CPU_FEATURES says instead."""
     if numba.config.CPU_FEATURES is not None:
         return frozenset(name[1:] for name in numba.config.CPU_FEATURES.split(",") if name.startswith("+"))
-    return frozenset(name for name, present in llvmlite.binding.get_host_cpu_features().items() if present)
+    present = {name for name, is_there in llvmlite.binding.get_host_cpu_features().items() if is_there}
+    return frozenset(name for name in present if numba.config.ENABLE_AVX or not name.startswith("avx"))
 
 
-LANES = 16 if "avx512f" in features() else 8
+LANES = 16 if {"avx512f", "avx512bw", "avx512vl"} <= features() else 8
 """fp32 numbers in the widest vector register."""
 
-HAS_FMA = "avx512f" in features() or {"avx2", "fma"} <= features()
+HAS_FMA = LANES == 16 or {"avx2", "fma"} <= features()
 """Whether a multiply-add on vectors is one instruction; where it is not, ``llvm.fma`` is a call for each number."""
 
-HAS_VNNI = "avx512vnni" in features() or {"avxvnni", "avx512vl"} <= features()
+HAS_VNNI = "avx512vnni" in features() if LANES == 16 else "avxvnni" in features()
 """Whether four products of bytes, added up, are one instruction."""
 
 

@@ -173,3 +173,12 @@ def test_times_are_told_apart(model: Model) -> None:
     assert result.step == 0
     assert result.forward_s > 0
     assert result.sample_s > 0
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("blocks", [120]), ("blocks", [-1]), ("token_ids", [320, 3])])
+def test_what_leads_out_of_the_pages_or_the_vocabulary_is_refused(model: Model, name: str, numbers: list[int]) -> None:
+    """A kernel would read and write whatever lies there."""
+    driver, _ = stepper(model)
+    plan = driver.plan([(Row([1, 2]), 2)])
+    with pytest.raises(ProtocolError, match=r"a (page|token) outside 0 to (119|319)"):
+        driver.runner.execute(dataclasses.replace(plan, **{name: np.array(numbers, np.int32)}))

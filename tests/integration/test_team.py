@@ -12,9 +12,11 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
+from numba.core import types
 
 from workers import team
-from workers.threads import parallel_kernel, set_threads
+from workers.native import FAILED, Kernels
+from workers.threads import kernel, parallel_kernel, set_threads
 
 ROUNDS = 2_000
 
@@ -61,6 +63,29 @@ def test_shares_cover_everything_once() -> None:
         for threads in (1, 2, 3, 8):
             taken = [i for me in range(threads) for i in range(*team.share(count, me, threads))]
             assert taken == list(range(count))
+
+
+@kernel
+def _wants_much(out: Any, size: Any) -> None:
+    out[0] = np.empty(size, np.uint8).shape[0]
+
+
+_kernels = Kernels()
+_call = _kernels.add(_wants_much, types.Array(types.int64, 1, "C"), types.int64)
+
+
+@kernel
+def _calls_it(code: Any, out: Any, size: Any) -> None:
+    _call(code, (out, size))
+
+
+def test_a_kernel_that_has_no_memory_is_noticed() -> None:
+    """Compiled code that calls by address sees no exception: the result would be that of the step before."""
+    code, out = _kernels.addresses(), np.zeros(1, np.int64)
+    _calls_it(code, out, 5)
+    assert (code[FAILED], out[0]) == (0, 5)
+    _calls_it(code, out, 1 << 50)
+    assert (code[FAILED], out[0]) == (1, 5)
 
 
 SCRIPT = """

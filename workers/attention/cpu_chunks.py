@@ -20,7 +20,8 @@ QUERIES = 64
 
 SLOTS = 128
 """Slots of a block, a multiple of every page: keys, values, scores and sums of a block stay in the second-level cache.
-Blocks begin at multiples of it, so that a token's result does not depend on how its prompt was cut."""
+Blocks begin at multiples of it, so that a token's result is the same however its prompt was cut into chunks (of more
+than one token: a single one is another kernel's, which rounds otherwise)."""
 
 
 @kernel

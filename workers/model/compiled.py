@@ -21,7 +21,7 @@ from workers.attention.interface import Batch, KVPages
 from workers.model import gemm, gemm8, ops_cpu
 from workers.model.linear import Linear
 from workers.model.llama import Layer, Model
-from workers.native import Kernels, pointer_to
+from workers.native import FAILED, Kernels, pointer_to
 from workers.team import can_meet, clock, is_broken, make_team, meet
 from workers.threads import kernel, parallel_kernel
 from workers.tiles import PANEL
@@ -104,7 +104,7 @@ class CompiledModel:
         self._can_meet: dict[int, bool] = {}  # by threads
         self._tokens = 0
         self._buffers: list[torch.Tensor] = []
-        self._space = np.zeros(0, np.int64)
+        self._space = np.zeros(8, np.int64)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See Backend."""
@@ -124,14 +124,22 @@ class CompiledModel:
             batch.slots.numpy(), batch.needed.numpy(), batch.single_rows, batch.chunk_rows, plan.row_starts,
             plan.num_computed, plan.block_starts, plan.blocks, sums, tops, hidden.numpy(),
         )  # fmt: skip
-        if is_broken(self._team):
-            raise RuntimeError("a thread of a step did not come to where the others waited for it")
+        self._raise_failures()
         return hidden
 
     def shares(self) -> tuple[float, float]:
         """See Backend."""
         shares = self._spent / max(1, self._spent.sum())
         return float(shares[_LINEAR]), float(shares[_ATTENTION_TIME])
+
+    def _raise_failures(self) -> None:
+        """What went wrong in compiled code, which knows no exceptions; the step means nothing then."""
+        broken, failed = is_broken(self._team), bool(self._code[FAILED] or self._entry[FAILED])
+        self._team[:] = self._code[FAILED] = self._entry[FAILED] = 0
+        if broken:
+            raise RuntimeError("a thread of a step did not come to where the others waited for it")
+        if failed:
+            raise MemoryError("a kernel found no memory for what it keeps beside its result")
 
     def _threads(self) -> int:
         """All that we may use, or one where they cannot meet."""
@@ -157,15 +165,15 @@ class CompiledModel:
         depth = max(config.hidden, config.intermediate, q_size)
         groups = -(-depth // gemm8.GROUP)
         widths = (config.hidden, config.hidden, q_size, max(wide, q_size + 2 * config.kv_size), narrow)
-        self._buffers = [torch.empty(tokens, width) for width in widths]
+        buffers = [torch.empty(tokens, width) for width in widths]
         if self._shape[_INT8]:
-            self._buffers += [
+            buffers += [
                 torch.empty(tokens, groups * gemm8.GROUP, dtype=gemm8.ACTIVATION),
                 torch.empty(tokens, groups),
                 torch.empty(tokens, groups, dtype=torch.int32),
             ]
-        self._space = np.array([*(buffer.data_ptr() for buffer in self._buffers), 0, 0, 0][:8], np.int64)
-        self._tokens = tokens
+        self._space = np.array([*(buffer.data_ptr() for buffer in buffers), 0, 0, 0][:8], np.int64)
+        self._tokens, self._buffers = tokens, buffers  # all or nothing: the space is addresses alone
 
 
 def _row(layer: Layer, keys: torch.Tensor, values: torch.Tensor, window: int) -> list[int]:

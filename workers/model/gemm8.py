@@ -53,7 +53,6 @@ class Packed:
     weights: torch.Tensor
     scales: torch.Tensor
     columns: int
-    depth: int
 
 
 def is_supported() -> bool:
@@ -71,7 +70,7 @@ def pack(weight: torch.Tensor) -> Packed:
     whole[:rows, :depth] = (weight / scales[:rows, None]).round_()
     kept = (whole + _OFFSET).to(torch.uint8 if _OFFSET else torch.int8)
     laid_out = kept.view(torch.int8).view(panels, PANEL, padded // STEP, STEP).transpose(1, 2)
-    return Packed(memory.kept(laid_out), scales, rows, depth)
+    return Packed(memory.kept(laid_out), scales, rows)
 
 
 def multiply(x: torch.Tensor, packed: Packed) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cluster.errors import OutOfMemory
 from cluster.models import ModelFiles, hf_config
 from workers.model.config import parse_config
 from workers.model.gguf import GGUFSource
@@ -12,7 +13,13 @@ from workers.model.weights import SafetensorsSource, Weights, WeightSource
 
 
 def load_model(files: ModelFiles, dtype: torch.dtype, device: torch.device, *, int8: bool) -> Model:
-    """Read config and weights. Raises ModelLoadError, ConfigError; nothing of a model that failed to load is kept."""
+    """Read config and weights; nothing of a model that failed to load is kept.
+
+    Raises ModelLoadError, ConfigError, OutOfMemory.
+    """
     config = parse_config(hf_config(files))
     source: WeightSource = GGUFSource(files.path, config) if files.kind == "gguf" else SafetensorsSource(files.path)
-    return Model(config, Weights(source, dtype, device), dtype, device, int8=int8)
+    try:
+        return Model(config, Weights(source, dtype, device), dtype, device, int8=int8)
+    except MemoryError as error:
+        raise OutOfMemory(f"{files.path}: no memory for its weights; free some, or take a smaller model") from error
