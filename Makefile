@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # uv does not read PIP_FIND_LINKS by itself: a folder of wheels named there (a CPU build of torch, say) is handed on.
 FIND_LINKS := $(if $(PIP_FIND_LINKS),$(foreach l,$(PIP_FIND_LINKS),--find-links $(l)),)
 
-.PHONY: help setup demo serve test test-all lint protos bench clean
+.PHONY: help setup demo serve test test-all lint protos bench bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -52,5 +52,9 @@ bench: setup ## classical results as ratios on our own engine: tables and plots 
 	$(BIN)/python -m tests.bench.run --out bench-results
 	$(BIN)/quire bench engine --json > bench-results/engine.json
 
+bench-peers: setup ## vLLM and OpenVINO beside ours, in environments of their own, 5 rounds (half an hour; 5 GB in .peers/)
+	$(BIN)/quire fetch smollm2-135m
+	$(BIN)/python -m tests.bench.peers.run --out bench-results
+
 clean: ## remove the environment and caches (models stay in the cache folder)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
