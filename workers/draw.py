@@ -73,18 +73,18 @@ def _peak(row: Any) -> Any:
     best = np.float32(-np.inf)
     at: Any = np.int64(_EMPTY)
     for start in range(0, row.shape[0], _BLOCK):
-        end = min(start + _BLOCK, row.shape[0])
-        # Counts become vector instructions; the search for the place, a block that seldom holds a new best.
+        block = row[start : start + _BLOCK]  # indexed from 0: only then does the count become vector instructions
+        # The search for the place is a block's that seldom holds a new best.
         notable = np.int32(0)
-        for token_id in range(start, end):
-            notable += np.int32(not row[token_id] <= best)
+        for i in range(block.shape[0]):
+            notable += np.int32(not block[i] <= best)
         if notable:
-            for token_id in range(start, end):
-                if not row[token_id] < np.inf:
+            for i in range(block.shape[0]):
+                if not block[i] < np.inf:
                     return np.int64(_BROKEN)
-                if row[token_id] > best:
-                    best = row[token_id]
-                    at = token_id
+                if block[i] > best:
+                    best = block[i]
+                    at = start + i
     return at
 
 
