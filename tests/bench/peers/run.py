@@ -142,12 +142,15 @@ def _measure(engine: Engine, command: list[str], found: dict[str, dict[str, floa
 
 
 def _figures(stdout: str) -> dict[str, float]:
-    """Of the JSON at the end: ours is a report of many lines, theirs is one line behind whatever they print.
+    """Of the JSON among what an engine prints: ours is a report of many lines, theirs one line, in a log or before it.
 
     Raises ValueError.
     """
     text = stdout.strip()
-    told: dict[str, Any] = json.loads(text if text.startswith("{") else text.rsplit("\n", 1)[-1])
+    lines = [line for line in text.splitlines() if line.startswith('{"output_tok_s"')]
+    if not lines and not text.startswith("{"):
+        raise ValueError(f"printed no figures: {text[-300:]}")
+    told: dict[str, Any] = json.loads(lines[-1] if lines else text)
     figures = {"output_tok_s": told["output_tok_s"], "single_tok_s": told["single_tok_s"]}
     if "output_tok_s_range" in told:
         figures["output_tok_s"] = told["output_tok_s_range"][1]
