@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "reference", "cpu"]
 WeightFormat = Literal["auto", "int8"]
+CollectiveName = Literal["auto", "memory", "torch"]
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
@@ -40,6 +41,11 @@ class EngineConfig(Frozen):
     )
     attention: AttentionName = Field(
         "auto", description="Kernels: auto is cpu on a CPU in float32, else reference, which is plain torch."
+    )
+    collective: CollectiveName = Field(
+        "auto",
+        description="How the ranks of a group add up their parts: memory is shared memory between CPUs of one host, "
+        "torch is NCCL between cards and gloo between CPUs; auto takes memory where it can.",
     )
     block_tokens: Literal[8, 16, 32, 64, 128] = Field(16, description="Tokens in a KV block (a page).")
     kv_memory_bytes: Positive | None = Field(
@@ -69,7 +75,9 @@ class WorkerConfig(Frozen):
     host: str = Field("127.0.0.1", description="Address to listen on and to announce; a pod sets its own IP.")
     heartbeat_ms: Positive = Field(500, description="A load frame is sent at least this often.")
     step_timeout_s: PositiveFloat = Field(
-        60.0, description="A step that takes longer means that the group is stuck: it is replaced."
+        10.0,
+        description="A step that gets no layer further for this long, or a rank that is silent for it, means that the "
+        "group is stuck: it is replaced.",
     )
     lease_s: PositiveFloat = Field(
         10.0, description="The group's entry in Redis lives this long after its last renewal."
@@ -114,7 +122,12 @@ class ClusterConfig(Frozen):
     model: str = Field("smollm2-135m", description="Built-in name, folder in Hugging Face form, GGUF file, or hub id.")
     model_name: str | None = Field(None, description="The name that requests use; unset: derived from model.")
     groups: Positive = Field(1, description="Worker groups.")
-    tp: Positive = Field(1, description="Ranks of a group (tensor parallelism). This version serves 1.")
+    tp: Positive = Field(1, description="Ranks of a group (tensor parallelism).")
+    ranks_across_nodes: bool = Field(
+        False,
+        description="Whether a group's ranks may lie on several nodes, which must then reach each other at "
+        "worker.host; else all are placed on one.",
+    )
     routers: Positive = Field(1, description="Routers; each needs a port of its own on one host.")
     redis: str | None = Field(None, description="redis:// URL of the control Redis; unset: `quire serve` starts one.")
     worker_token: SecretStr | None = Field(
@@ -130,8 +143,6 @@ class ClusterConfig(Frozen):
 
     @model_validator(mode="after")
     def _supported(self) -> ClusterConfig:
-        if self.tp != 1:
-            raise ValueError(f"tp: this version runs groups of one rank; got {self.tp}. Set tp to 1")
         if self.routers > 1 and self.router.port != 0:
             raise ValueError(
                 f"routers: {self.routers} routers cannot share router.port {self.router.port}; set it to 0"

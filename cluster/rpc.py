@@ -64,6 +64,12 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def split_host_port(address: str) -> tuple[str, int]:
+    """What ``join_host_port`` joined. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     """Add an insecure port to a server made with ``grpc.so_reuseport`` = 0; 0 picks a free one. Returns the port.
 

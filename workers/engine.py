@@ -121,6 +121,14 @@ class Engine:
             message = f"{waiting} requests wait here already; try again in {hint} ms"
             raise Overloaded(message, retry_after_ms=hint, field="max_waiting", value=waiting, limit=limit)
 
+    def failure(self) -> str | None:
+        """Why the group can compute no more, where it knows before a step does; from any thread."""
+        return self._group.failure()
+
+    def progress(self) -> int:
+        """A number that grows while a step gets on; from any thread."""
+        return self._group.progress()
+
     # -- looking in --------------------------------------------------------------------------------------------------
 
     def last_submit_sequence(self, owner: str) -> int:

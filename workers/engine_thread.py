@@ -42,11 +42,11 @@ _QUEUE_SLACK = 64
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Is the step loop alive? A long step is, until somebody's limit for ``step_age_s``; an idle loop always is."""
+    """Is the step loop alive? A long step is, as long as it gets on; an idle loop is, unless the group has failed."""
 
     steps: int
     busy: bool  # there is work
-    step_age_s: float  # since the last progress; 0 when idle
+    step_age_s: float  # since the last progress, of a step or inside one; 0 when idle
     failure: str | None  # what broke the engine; the group must be replaced
     pool_consistent: bool
 
@@ -111,6 +111,9 @@ class EngineThread:
         self._last_progress = clock()
         self._failure: BaseException | None = None
         self._report_slots = threading.Semaphore(_MAX_REPORTS)
+        # Below: of whoever asks for heartbeats.
+        self._seen_progress = 0
+        self._seen_at = clock()
         # Below: of the event loop alone.
         self._undelivered: list[StepReport] = []  # one that on_report raised at, and all behind it
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -133,8 +136,13 @@ class EngineThread:
 
     def heartbeat(self) -> Heartbeat:
         """The state of the step loop now."""
-        busy, age = self._busy, self._clock() - self._last_progress
-        failure = None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
+        now, progress = self._clock(), self._engine.progress()
+        if progress != self._seen_progress:
+            self._seen_progress, self._seen_at = progress, now
+        busy, age = self._busy, now - max(self._last_progress, self._seen_at)
+        failure = (
+            self._engine.failure() if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
+        )
         return Heartbeat(self._steps, busy, max(0.0, age) if busy else 0.0, failure, self._pool_consistent)
 
     def start(self) -> None:
@@ -220,8 +228,10 @@ class EngineThread:
         self._last_progress = self._clock()
 
     def _rest(self) -> None:
-        """Nothing to do: check the pool once, then wait to be woken."""
+        """Nothing to do: check the pool once, then wait to be woken. Raises GroupLost where a rank has been lost."""
         self._busy = False
+        if (failure := self._engine.failure()) is not None:
+            raise GroupLost(failure)
         if not self._checked:
             self._check()
             self._report()  # of what the check found, and of the freed pages

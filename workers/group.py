@@ -19,6 +19,14 @@ class Group(Protocol):
         """Run one step on every rank and return what was drawn. Blocks until it is done; errors of ranks propagate."""
         ...
 
+    def failure(self) -> str | None:
+        """Why nothing can be computed any more, where that is known before a step finds out; from any thread."""
+        ...
+
+    def progress(self) -> int:
+        """A number that grows while a step gets on; from any thread."""
+        ...
+
     def close(self) -> None:
         """Give back pages and processes. Idempotent; nothing is executed afterwards."""
         ...
@@ -34,6 +42,10 @@ class StepRunner(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
+        ...
+
+    def progress(self) -> int:
+        """A number that grows while a step gets on."""
         ...
 
 
@@ -54,6 +66,14 @@ class LocalGroup:
         if self._runner is None:
             raise RuntimeError("the group is closed")
         return self._runner.execute(plan)
+
+    def failure(self) -> str | None:
+        """Nothing fails outside a step."""
+        return None
+
+    def progress(self) -> int:
+        """As the runner says."""
+        return self._runner.progress() if self._runner is not None else 0
 
     def close(self) -> None:
         """Drop the runner, and with it the memory of weights and pages."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -25,8 +26,10 @@ from cluster.pb import worker_pb2
 from cluster.rpc import WORKER_PROTOCOL_VERSION, join_host_port
 from cluster.telemetry import get_logger, setup_logging
 from workers.engine_thread import Heartbeat
+from workers.rank import spawned
+from workers.rank_group import RankedGroup, RankFacts, RankListener
+from workers.rank_start import use_threads
 from workers.server import GroupServer
-from workers.sizing import pool_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +56,7 @@ class _Built:
     dtype: str
     vocab_size: int
     threads: int
+    rank: RankFacts
 
 
 class Leader:
@@ -62,7 +66,7 @@ class Leader:
         self.group_id = group_id
         self.incarnation = secrets.token_hex(16)
         self.address = ""
-        self.rank_pids: tuple[int, ...] = (os.getpid(),)
+        self.rank_pids = tuple(one.pid for one in self._ranks(built))
         self.broken = asyncio.Event()
         self._config = config
         self._built = built
@@ -73,12 +77,18 @@ class Leader:
             _token(config),
             config.worker,
             on_broken=lambda error: self.broken.set(),
-            set_up_thread=lambda: _use_threads(built.threads),
+            set_up_thread=lambda: use_threads(built.threads),
+            ranks=lambda: self._ranks(built),
         )
 
     def heartbeat(self) -> Heartbeat:
         """The state of the step loop now, for the supervisor."""
         return self._server.heartbeat()
+
+    @staticmethod
+    def _ranks(built: _Built) -> list[RankFacts]:
+        others = built.group.ranks() if isinstance(built.group, RankedGroup) else []
+        return [built.rank, *others]
 
     @property
     def open_requests(self) -> int:
@@ -145,17 +155,19 @@ class Leader:
         )
 
 
-async def start_leader(config: ClusterConfig, group_id: str) -> Leader:
+async def start_leader(config: ClusterConfig, group_id: str, listener: RankListener | None = None) -> Leader:
     """Load the model, serve it at a free port of ``config.worker.host``, and announce it when ``config.redis`` is set.
 
-    Loading runs on a thread: the event loop stays live. Redis being away is no error: the group serves, and is
-    announced as soon as Redis is back. Raises ModelLoadError, OutOfMemory, PortInUse, ConfigError.
+    ``listener``: where the group's other ranks come to, with ``config.tp`` above 1. Loading runs on a thread: the event
+    loop stays live. Redis being away is no error: the group serves, and is announced as soon as Redis is back.
+
+    Raises ModelLoadError, OutOfMemory, PortInUse, ConfigError, GroupLost.
     """
     _token(config)
     registry = Registry(config.redis, config.cluster) if config.redis is not None else None
     leader: Leader | None = None
     try:
-        built = await asyncio.to_thread(_build, config)
+        built = await asyncio.to_thread(_build, config, listener)
         leader = Leader(config, group_id, built, registry)
         await leader.start()
     except BaseException:
@@ -165,6 +177,11 @@ async def start_leader(config: ClusterConfig, group_id: str) -> Leader:
             await registry.close()
         raise
     return leader
+
+
+def open_ranks(config: ClusterConfig) -> RankListener | None:
+    """Where the other ranks of a group come to; None for a group of one. Raises ConfigError."""
+    return RankListener(config.worker.host, _token(config)) if config.tp > 1 else None
 
 
 def _token(config: ClusterConfig) -> str:
@@ -178,41 +195,24 @@ def _token(config: ClusterConfig) -> str:
 # -- loading: on a thread of its own, slow, and the only part that knows torch ---------------------------------------
 
 
-def _build(config: ClusterConfig) -> _Built:
+def _build(config: ClusterConfig, listener: RankListener | None) -> _Built:
     from workers import assembly
     from workers.engine import Engine
-    from workers.group import LocalGroup
-    from workers.model import load as load_model
-    from workers.runner import bytes_per_block
+    from workers.rank_start import lead
 
-    engine = config.engine
-    device = assembly.choose_device(engine)
-    dtype = assembly.choose_dtype(engine, device)
-    threads = engine.threads or max(1, len(os.sched_getaffinity(0)) // config.groups)
-    _use_threads(threads)
+    started = lead(config, listener)
+    model = started.model
     files = resolve(config.model, name=config.model_name)
-    model = load_model(files, dtype, device, int8=engine.weights == "int8")
-    settings = assembly.make_settings(engine, model.config)
-    num_blocks = pool_blocks(
-        bytes_per_block=bytes_per_block(model.config, engine.block_tokens, dtype),
-        block_tokens=engine.block_tokens,
-        max_context_tokens=settings.max_context_tokens,
-        max_running=engine.max_running,
-        free_bytes=assembly.free_bytes(device),
-        wanted_bytes=engine.kv_memory_bytes,
-        groups_on_host=config.groups if device.type == "cpu" else 1,
-    )
-    runner = assembly.make_runner(model, engine, num_blocks)
-    group = LocalGroup(runner)
     return _Built(
-        group=group,
-        engine=Engine(group, settings),
+        group=started.group,
+        engine=Engine(started.group, assembly.make_settings(config.engine, model.config)),
         model=files.name,
-        namespace=_namespace(config, files, model.config, _dtype_name(dtype)),
-        device=str(device),
-        dtype=_dtype_name(dtype),
+        namespace=_namespace(config, files, model.whole, _dtype_name(model.dtype)),
+        device=str(model.device),
+        dtype=_dtype_name(model.dtype),
         vocab_size=model.config.vocab_size,
-        threads=threads,
+        threads=started.threads,
+        rank=RankFacts(0, os.getpid(), model.weight_bytes, started.runner.pages.nbytes, 0.0),
     )
 
 
@@ -239,13 +239,6 @@ def _namespace(config: ClusterConfig, files: ModelFiles, model: ModelConfig, dty
     ).digest()
 
 
-def _use_threads(count: int) -> None:
-    # Per process in torch, per thread in numba: called both here, for loading, and on the engine's thread.
-    from workers.threads import set_threads
-
-    set_threads(count)
-
-
 # -- by hand ---------------------------------------------------------------------------------------------------------
 
 
@@ -267,19 +260,21 @@ async def _run(config: ClusterConfig, group_id: str) -> int:
     asked = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asked.set)
-    leader = await start_leader(config, group_id)
-    try:
-        sys.stdout.write(f"{group_id} {leader.address}\n")
-        sys.stdout.flush()
-        ends = [asyncio.create_task(event.wait()) for event in (asked, leader.broken)]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        for end in ends:
-            end.cancel()
-        if asked.is_set():
-            await leader.drain(config.worker.drain_s)
-        return int(leader.broken.is_set())
-    finally:
-        await leader.stop()
+    listener = open_ranks(config)
+    with spawned(config, listener.address) if listener else contextlib.nullcontext():
+        leader = await start_leader(config, group_id, listener)
+        try:
+            sys.stdout.write(f"{group_id} {leader.address}\n")
+            sys.stdout.flush()
+            ends = [asyncio.create_task(event.wait()) for event in (asked, leader.broken)]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
+            if asked.is_set():
+                await leader.drain(config.worker.drain_s)
+            return int(leader.broken.is_set())
+        finally:
+            await leader.stop()
 
 
 if __name__ == "__main__":

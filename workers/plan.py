@@ -77,6 +77,46 @@ class StepPlan:
         """T."""
         return len(self.token_ids)
 
+    def for_ranks(self, token_ids: Int32) -> RankPlan:
+        """What all ranks are told. ``token_ids``: ours, with what was carried over filled in."""
+        spans = [(score.row, score.first, len(score)) for score in self.scores]
+        return RankPlan(
+            step=self.step,
+            token_ids=token_ids,
+            row_starts=self.row_starts,
+            num_computed=self.num_computed,
+            block_starts=self.block_starts,
+            blocks=self.blocks,
+            copies=self.copies,
+            draw_rows=np.array([draw.row for draw in self.draws], np.int32),
+            scored=np.array(spans, np.int32).reshape(-1, 3),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankPlan:
+    """What every rank of a group must know of a step: all of it but what is done with the logits. Fields as above."""
+
+    step: int
+    token_ids: Int32
+    row_starts: Int32
+    num_computed: Int32
+    block_starts: Int32
+    blocks: Int32
+    copies: Int32
+    draw_rows: Int32  # [S] of each Draw
+    scored: Int32  # [N, 3] row, first and number of tokens of each Score
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.num_computed)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

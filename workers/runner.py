@@ -12,12 +12,12 @@ import torch
 
 from cluster.config import AttentionName
 from cluster.errors import ProtocolError
-from workers.attention.interface import Batch, Int64, KVPages, spell_out
+from workers.attention.interface import Batch, KVPages, spell_out
 from workers.logprobs import position_logprobs
 from workers.model import backend
 from workers.model.config import ModelConfig
 from workers.model.llama import Model
-from workers.plan import Draw, Score, StepPlan, StepResult
+from workers.plan import Draw, Int32, RankPlan, Score, StepPlan, StepResult
 from workers.request import PositionLogprobs, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,10 @@ class Runner:
         attention: AttentionName = "auto",
         sampler: TokenSampler,
     ) -> None:
-        """Allocates the pages and prepares the kernels. Raises OutOfMemory, ConfigError."""
+        """Allocates the pages and prepares the kernels, together with the group's other ranks.
+
+        Raises OutOfMemory, ConfigError, RanksParted.
+        """
         config = model.config
         self.model = model
         self.pages = KVPages(
@@ -60,6 +63,7 @@ class Runner:
         self._sampler = sampler
         self._drawn: dict[int, int] = {}  # row of the last step → its token
         self._last_step = -1
+        self._logits_made = 0
         self._warm_up()
 
     @property
@@ -67,17 +71,31 @@ class Runner:
         """Pages in the pool."""
         return self.pages.num_blocks
 
+    def progress(self) -> int:
+        """A number that grows while a step gets on; from any thread."""
+        return self._backend.progress() + self._logits_made
+
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. Raises ProtocolError if the plan contradicts itself or the step before it."""
+        """Run one step of a group of one. Raises ProtocolError if the plan contradicts itself or the one before it."""
+        return self.lead(plan, self.resolve(plan))
+
+    def resolve(self, plan: StepPlan) -> RankPlan:
+        """What all ranks are told of a plan. Raises ProtocolError, as ``execute``; no rank has begun then."""
+        told = plan.for_ranks(self._resolved(plan))
+        self._check(told)
+        return told
+
+    def lead(self, plan: StepPlan, told: RankPlan) -> StepResult:
+        """Rank 0's part of a step, while the other ranks ``follow``."""
         start = time.perf_counter()
-        self.pages.copy(plan.copies)
-        batch = self._batch(plan)
+        batch = self._begin(told)
         begun = time.perf_counter()
         hidden = self._backend.forward(batch)
         computed = time.perf_counter()
-        logits = self._backend.logits(hidden[batch.last_tokens]) if plan.draws else hidden[:0]
+        logits = self._logits(hidden[batch.last_tokens]) if plan.draws else hidden[:0]
         head_s = time.perf_counter() - computed
-        scores = tuple(self._score(hidden[batch.hidden_of(score)], score) for score in plan.scores)
+        spans = zip(batch.hidden_of_scores(), plan.scores, strict=True)
+        scores = tuple(self._score(hidden[span], score) for span, score in spans)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         forwarded = time.perf_counter()
@@ -96,12 +114,37 @@ class Runner:
             attention_s=attention * (computed - begun),
         )
 
+    def follow(self, told: RankPlan) -> None:
+        """Another rank's part: all that rank 0 does but the draw, in the same order, since both meet in it."""
+        self._check(told)
+        batch = self._begin(told)
+        hidden = self._backend.forward(batch)
+        if len(told.draw_rows):
+            self._backend.logits(hidden[batch.last_tokens])
+        for span in batch.hidden_of_scores():
+            scored = hidden[span]
+            for done in range(0, len(scored), SCORED_AT_ONCE):
+                self._backend.logits(scored[done : done + SCORED_AT_ONCE])
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+    def _begin(self, told: RankPlan) -> Batch:
+        self.pages.copy(told.copies)
+        return spell_out(told, self.pages.block_tokens, self.model.device)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = self._backend.logits(hidden)
+        self._logits_made += 1
+        if found is None:
+            raise RuntimeError("only rank 0 leads: logits are gathered there")
+        return found
+
     def _score(self, hidden: torch.Tensor, score: Score) -> tuple[PositionLogprobs, ...] | None:
         """Prompt logprobs, a slab of rows at a time: all logits of a chunk would be 100 MB and more."""
         found: list[PositionLogprobs] = []
         for done in range(0, len(score), SCORED_AT_ONCE):
             targets = score.targets[done : done + SCORED_AT_ONCE].tolist()
-            logits = self._backend.logits(hidden[done : done + len(targets)])[:, : self.model.config.vocab_size].cpu()
+            logits = self._logits(hidden[done : done + len(targets)])[:, : self.model.config.vocab_size].cpu()
             if not bool(torch.isfinite(logits).all()):
                 return None
             found += position_logprobs(logits.numpy(), targets, [score.top] * len(targets))
@@ -122,25 +165,26 @@ class Runner:
             draws=tuple(_any_draw(row, temperature) for row, temperature in enumerate((0.0, 1.0))),
             copies=np.zeros((0, 2), np.int32),
         )
-        batch = self._batch(plan)
-        hidden = self._backend.forward(batch)
-        self._sampler.sample(self._backend.logits(hidden[batch.last_tokens]), plan.draws)
+        told = self.resolve(plan)
+        if self.model.ranks.rank == 0:
+            self.lead(plan, told)
+        else:
+            self.follow(told)
+        self._drawn, self._last_step = {}, -1
         for pages in (*self.pages.keys, *self.pages.values):
             pages[0].zero_()
         log.info("kernels: ready after %.1f s", time.perf_counter() - start)
 
-    def _batch(self, plan: StepPlan) -> Batch:
+    def _check(self, told: RankPlan) -> None:
         """Kernels look at nothing again: what would lead them out of the pages or the vocabulary is refused here."""
-        token_ids = self._resolved(plan)
         vocab_size = self.model.config.vocab_size
-        for name, numbers, end in (("page", plan.blocks, self.num_blocks), ("token", token_ids, vocab_size)):
+        for name, numbers, end in (("page", told.blocks, self.num_blocks), ("token", told.token_ids, vocab_size)):
             if len(numbers) and not 0 <= numbers.min() <= numbers.max() < end:
-                raise ProtocolError(f"plan of step {plan.step}: a {name} outside 0 to {end - 1}")
-        return spell_out(plan, token_ids, self.pages.block_tokens, self.model.device)
+                raise ProtocolError(f"plan of step {told.step}: a {name} outside 0 to {end - 1}")
 
-    def _resolved(self, plan: StepPlan) -> Int64:
+    def _resolved(self, plan: StepPlan) -> Int32:
         """The plan's token ids, with those that the last step drew in their places."""
-        token_ids = plan.token_ids.astype(np.int64)
+        token_ids = plan.token_ids.copy()
         carried = np.flatnonzero(plan.carried_from != NOT_CARRIED)
         for row in carried:
             source = int(plan.carried_from[row])

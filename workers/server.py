@@ -22,6 +22,7 @@ from cluster.pb import common_pb2, worker_pb2, worker_pb2_grpc
 from cluster.rpc import WORKER_PROTOCOL_VERSION, WORKER_SERVER_OPTIONS, bind
 from cluster.telemetry import get_logger
 from workers.engine_thread import EngineThread, Heartbeat, StepReport
+from workers.rank_group import RankFacts
 from workers.request import Output, RequestKey
 from workers.stream import RouterStream
 from workers.wire import Limits, to_load, to_request
@@ -44,7 +45,8 @@ _log = get_logger("server")
 class GroupServer:
     """Serves one engine, which it runs on a thread of its own. ``on_broken`` is called once if that engine breaks.
 
-    ``set_up_thread`` is called on the engine's thread before its first step: some settings of libraries are per thread.
+    ``ranks`` says who computes, for people who look. ``set_up_thread`` is called on the engine's thread before its
+    first step: some settings of libraries are per thread.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class GroupServer:
         *,
         on_broken: Callable[[BaseException], None] = lambda error: None,
         set_up_thread: Callable[[], None] = lambda: None,
+        ranks: Callable[[], Sequence[RankFacts]] = lambda: (),
     ) -> None:
         self._hello = hello
         self._credential = f"Bearer {token}".encode()
         self._config = config
         self._on_broken = on_broken
+        self._ranks = ranks
         self._limits = Limits(hello.model, hello.vocab_size)
         self._streams: dict[str, RouterStream] = {}
         self._owners = itertools.count(1)
@@ -196,6 +200,7 @@ class GroupServer:
             last_submit_sequence=stream.last_submit_sequence,
             draining=self._draining,
             pool_consistent=self._thread.heartbeat().pool_consistent,
+            ranks=self._ranks(),
         )
 
     def _send_loads(self, older_than_s: float = 0.0) -> None:

@@ -19,16 +19,28 @@ from numba.extending import intrinsic
 
 from workers.threads import kernel, parallel_kernel
 
+TEAM_WORDS = 48
 _ARRIVED, _ROUND, _BROKEN = 0, 16, 32  # each in a cache line of its own
 _SPINS = 4_000
 _LONGEST_WAIT = 60_000_000
 """Turns of waiting, of which those behind _SPINS give the core away: ten seconds and more, on a busy machine many more.
 Nobody may wait for ever."""
 
+_YIELDS = 2_000
+_NAP_US = 50
+_LONGEST_ACROSS = 12_000_000
+"""Turns of waiting for another process, nearly all of them naps: ten minutes and more, since that one may be compiling.
+Who watches over the ranks knows much sooner, and calls ``break_up``."""
+
 
 def make_team() -> npt.NDArray[np.int64]:
     """What ``meet`` counts in."""
-    return np.zeros(48, np.int64)
+    return np.zeros(TEAM_WORDS, np.int64)
+
+
+def break_up(team: npt.NDArray[np.int64]) -> None:
+    """Let nobody wait there any more, now or later."""
+    team[_BROKEN] = 1
 
 
 def is_broken(team: npt.NDArray[np.int64]) -> bool:
@@ -49,17 +61,24 @@ def can_meet(threads: int) -> bool:
 @parallel_kernel
 def _try(team: Any, threads: Any) -> None:
     for _ in numba.prange(threads):
-        _wait(team, threads, 1_000_000)
+        _wait(team, threads, 1_000_000, 1_000_000)
 
 
 @kernel
 def meet(team: Any, threads: Any) -> None:
     """Wait until all ``threads`` are here. What each wrote before, all read behind it."""
-    _wait(team, threads, _LONGEST_WAIT)
+    _wait(team, threads, _LONGEST_WAIT, _LONGEST_WAIT)
 
 
 @kernel
-def _wait(team: Any, threads: Any, longest: Any) -> None:
+def meet_across(team: Any, threads: Any) -> None:
+    """As ``meet``, in memory that processes share. They may be many on few cores: who has waited long sleeps."""
+    _wait(team, threads, _LONGEST_ACROSS, _SPINS + _YIELDS)
+
+
+@kernel
+def _wait(team: Any, threads: Any, longest: Any, awake: Any) -> None:
+    """``awake``: turns behind which each one is a nap."""
     if threads == 1 or _read(team, _BROKEN) != 0:
         return
     now = _read(team, _ROUND)
@@ -72,8 +91,10 @@ def _wait(team: Any, threads: Any, longest: Any) -> None:
         turns += 1
         if turns < _SPINS:
             _pause()
-        else:
+        elif turns < awake:
             _give_way()
+        else:
+            _nap()
         if turns > longest or _read(team, _BROKEN) != 0:
             _write(team, _BROKEN, 1)
             return
@@ -137,6 +158,16 @@ def _give_way(_typing: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.IntType(32), []), "sched_yield")
         builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _nap(_typing: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32)])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "usleep"), [ir.IntType(32)(_NAP_US)])
         return context.get_dummy_value()
 
     return types.void(), generate

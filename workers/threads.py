@@ -33,7 +33,8 @@ _FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
 KERNEL_SOURCES = (
-    "draw.py", "logprobs.py", "native.py", "plan.py", "team.py", "threads.py", "tiles.py", "vectors.py",
+    "draw.py", "logprobs.py", "native.py", "plan.py", "shared_memory.py", "team.py", "threads.py", "tiles.py",
+    "vectors.py",
     "attention/cpu_chunks.py", "attention/cpu_singles.py",
     "model/compiled.py", "model/gemm.py", "model/gemm8.py", "model/ops_cpu.py",
 )  # fmt: skip

@@ -31,6 +31,7 @@ from workers.request import (
 
 if TYPE_CHECKING:
     from workers.engine import Load
+    from workers.rank_group import RankFacts
 
 ROOT_BYTES = 32
 MAX_ID_LENGTH = 256
@@ -197,7 +198,14 @@ def to_failed(error: QuireError) -> worker_pb2.RequestFailed:
     )
 
 
-def to_load(load: Load, *, last_submit_sequence: int, draining: bool, pool_consistent: bool) -> common_pb2.GroupLoad:
+def to_load(
+    load: Load,
+    *,
+    last_submit_sequence: int,
+    draining: bool,
+    pool_consistent: bool,
+    ranks: Iterable[RankFacts],
+) -> common_pb2.GroupLoad:
     """A load as one router should see it."""
     return common_pb2.GroupLoad(
         last_submit_sequence=last_submit_sequence,
@@ -222,6 +230,16 @@ def to_load(load: Load, *, last_submit_sequence: int, draining: bool, pool_consi
         prompt_tokens=load.prompt_tokens,
         cached_prompt_tokens=load.cached_prompt_tokens,
         output_tokens=load.output_tokens,
+        ranks=[
+            common_pb2.Rank(
+                rank=one.rank,
+                pid=one.pid,
+                weight_bytes=one.weight_bytes,
+                kv_bytes=one.kv_bytes,
+                heartbeat_age_ms=1000 * one.heartbeat_age_s,
+            )
+            for one in ranks
+        ],
     )
 
 

@@ -135,8 +135,22 @@ class DraftSettings(_message.Message):
     method: str
     def __init__(self, max_tokens: _Optional[int] = ..., method: _Optional[str] = ...) -> None: ...
 
+class Rank(_message.Message):
+    __slots__ = ("rank", "pid", "weight_bytes", "kv_bytes", "heartbeat_age_ms")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    pid: int
+    weight_bytes: int
+    kv_bytes: int
+    heartbeat_age_ms: float
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., heartbeat_age_ms: _Optional[float] = ...) -> None: ...
+
 class GroupLoad(_message.Message):
-    __slots__ = ("last_submit_sequence", "waiting_requests", "waiting_prefill_tokens", "running_requests", "free_blocks", "cached_blocks", "used_blocks", "in_transfer_blocks", "total_blocks", "prefill_tokens_per_s", "decode_tokens_per_s", "step_ms", "steps", "draining", "pool_consistent", "requests_finished", "preemptions", "prompt_tokens", "cached_prompt_tokens", "output_tokens", "waiting_sequences", "running_sequences")
+    __slots__ = ("last_submit_sequence", "waiting_requests", "waiting_prefill_tokens", "running_requests", "free_blocks", "cached_blocks", "used_blocks", "in_transfer_blocks", "total_blocks", "prefill_tokens_per_s", "decode_tokens_per_s", "step_ms", "steps", "draining", "pool_consistent", "requests_finished", "preemptions", "prompt_tokens", "cached_prompt_tokens", "output_tokens", "waiting_sequences", "running_sequences", "ranks")
     LAST_SUBMIT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +173,7 @@ class GroupLoad(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     last_submit_sequence: int
     waiting_requests: int
     waiting_prefill_tokens: int
@@ -181,4 +196,5 @@ class GroupLoad(_message.Message):
     output_tokens: int
     waiting_sequences: int
     running_sequences: int
-    def __init__(self, last_submit_sequence: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., in_transfer_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., draining: _Optional[bool] = ..., pool_consistent: _Optional[bool] = ..., requests_finished: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., running_sequences: _Optional[int] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[Rank]
+    def __init__(self, last_submit_sequence: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., in_transfer_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., draining: _Optional[bool] = ..., pool_consistent: _Optional[bool] = ..., requests_finished: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., running_sequences: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ...) -> None: ...

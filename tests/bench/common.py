@@ -53,6 +53,10 @@ class NoModel:
         count = len(plan.draws)
         return StepResult(plan.step, (11,) * count, (None,) * count, forward_s=0.0, sample_s=0.0)
 
+    def progress(self) -> int:
+        """Nothing takes time."""
+        return 0
+
 
 def workload(name: str) -> dict[str, Any]:
     """The settings of one bench, fixed in a file."""

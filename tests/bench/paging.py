@@ -14,6 +14,7 @@ from cluster.cli.bench import engine_run
 from cluster.cli.bench.workload import VOCAB, Item, built_in
 from tests.bench.common import NoModel, Result, workload
 from workers.engine import Engine, EngineSettings
+from workers.group import LocalGroup
 from workers.offline import ExecutedStep, ObservedGroup, Offline
 
 PAGE_TOKENS = 16
@@ -88,7 +89,7 @@ def _measure(items: list[Item], block_tokens: int, pool_tokens: int, context: in
             running.append(step.plan.num_rows)
             waste.append(1 - held / (load.used_blocks * block_tokens))
 
-    engine = Engine(ObservedGroup(NoModel(num_blocks), observe), settings)
+    engine = Engine(ObservedGroup(LocalGroup(NoModel(num_blocks)), observe), settings)
     engine_run.submit(engine, items)
     while engine.has_work:
         engine.step(0.0)

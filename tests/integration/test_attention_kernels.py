@@ -47,7 +47,7 @@ def plan_of(rows: list[tuple[int, int]], block_tokens: int, num_blocks: int, see
 
 
 def batch_of(plan: StepPlan, block_tokens: int) -> Batch:
-    return spell_out(plan, plan.token_ids.astype(np.int64), block_tokens, CPU)
+    return spell_out(plan.for_ranks(plan.token_ids), block_tokens, CPU)
 
 
 ROW = st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(1, 40)))

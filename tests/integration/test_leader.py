@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -193,25 +193,48 @@ async def test_what_an_operator_must_mend_is_one_line_and_leaves_nothing(
     assert len(asyncio.all_tasks()) == before
 
 
-def test_a_group_by_hand_prints_its_address_and_ends_on_sigterm(model: str, tmp_path: Path) -> None:
-    file = tmp_path / "quire.yaml"
-    file.write_text(configured(model).model_copy(update={"worker_token": None}).model_dump_json())
-    text = file.read_text().replace('"worker_token":null', f'"worker_token":"{TOKEN}"')
-    file.write_text(text)
+@contextmanager
+def by_hand(config: ClusterConfig, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """``python -m workers.leader``, once it has printed its address."""
+    file = folder / "quire.yaml"
+    text = config.model_copy(update={"worker_token": None}).model_dump_json()
+    file.write_text(text.replace('"worker_token":null', f'"worker_token":"{TOKEN}"'))
     argv = [sys.executable, "-m", "workers.leader", "--config", str(file), "--group-id", "by-hand"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         assert process.stdout is not None
-        name, address = process.stdout.readline().decode().split()
-        assert name == "by-hand"
-        assert address.startswith("127.0.0.1:")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-        process.stdout.close()
-        assert not psutil.pid_exists(process.pid)
+        with process.stdout:
+            name, address = process.stdout.readline().decode().split()
+            assert name == "by-hand"
+            assert address.startswith("127.0.0.1:")
+            yield process
     finally:
         process.kill()
         process.wait(10)
+
+
+def test_a_group_by_hand_prints_its_address_and_ends_on_sigterm(model: str, tmp_path: Path) -> None:
+    with by_hand(configured(model), tmp_path) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_by_hand_end_with_their_leader(model: str, tmp_path: Path, number: signal.Signals) -> None:
+    with by_hand(configured(model, tp=2), tmp_path) as process:
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        assert ranks
+        process.send_signal(number)
+        assert process.wait(60) == (0 if number == signal.SIGTERM else -number)
+        assert not psutil.wait_procs(ranks, timeout=10)[1]
+
+
+def test_a_leader_by_hand_that_loses_a_rank_while_it_rests_ends(model: str, tmp_path: Path) -> None:
+    with by_hand(configured(model, tp=2), tmp_path) as process:
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        next(one for one in ranks if "workers.rank" in one.cmdline()).kill()
+        assert process.wait(60) == 1
+        assert not psutil.wait_procs(ranks, timeout=10)[1]
 
 
 def test_a_wrong_configuration_by_hand_is_one_line(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_model_that_gives_nan_fails_the_one_request(models: tuple[Any, Any], t
     """A NaN as a logprob looks like any number to a client, and is not JSON."""
     random_model(tmp_path, family="llama")
     model = our_model(tmp_path)
-    model.embedding[319] = math.nan
+    model.embedding.rows[319] = math.nan
     driven = Driven(model, num_blocks=20, max_batch_tokens=8)
     asking = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=0)
     broken, other = driven.run([([1, 2, 319] + [3] * 30, asking), ([1, 2, 3] * 11, asking)])

@@ -53,7 +53,7 @@ def test_all_see_what_all_wrote() -> None:
 
 def test_whoever_waits_in_vain_gives_up_and_then_nobody_waits() -> None:
     together = team.make_team()
-    team._wait(together, 2, 10_000)
+    team._wait(together, 2, 10_000, 10_000)
     assert team.is_broken(together)
     team.meet(together, 2)  # would wait for half a minute
 

@@ -49,6 +49,14 @@ class PagedGroup:
         scores = tuple(self._score(plan, score) for score in plan.scores)
         return StepResult(plan.step, tokens, (None,) * len(tokens), forward_s=0.01, sample_s=0.001, scores=scores)
 
+    def failure(self) -> str | None:
+        """Never outside a step."""
+        return None
+
+    def progress(self) -> int:
+        """Of whole steps."""
+        return len(self.plans)
+
     def close(self) -> None:
         """Nothing to give back."""
 

@@ -54,6 +54,8 @@ class ScriptedEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.breakage: Exception | None = None
+        self.lost: str | None = None
+        self.layers = 0
         self.wide = 1
         self.cached: set[BlockHash] = set()
         self.checks = 0
@@ -134,6 +136,12 @@ class ScriptedEngine:
             used_blocks=sum(map(self.done.__getitem__, self.requests)),
             steps=self.steps,
         )
+
+    def failure(self) -> str | None:
+        return self.lost
+
+    def progress(self) -> int:
+        return self.layers
 
     def check(self) -> None:
         self.checks += 1

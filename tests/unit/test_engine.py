@@ -386,6 +386,12 @@ def test_an_answer_to_another_step_is_a_defect_that_is_noticed() -> None:
         def execute(self, plan: StepPlan) -> StepResult:
             return StepResult(plan.step + 1, (1,), (None,), 0.1, 0.1)
 
+        def failure(self) -> str | None:
+            return None
+
+        def progress(self) -> int:
+            return 0
+
         def close(self) -> None:
             pass
 

@@ -134,6 +134,32 @@ async def test_a_long_step_is_busy_and_its_age_is_on_the_clock_that_was_given() 
         assert beat.failure is None
 
 
+async def test_a_step_that_gets_on_is_young_however_long_it_takes() -> None:
+    """Health is progress: a long prefill is healthy, a step that stands still is not."""
+    now = 100.0
+    async with Running(clock=lambda: now) as running:
+        running.engine.gate.clear()
+        running.thread.submit(request("a"))
+        await asyncio.to_thread(running.engine.stepping.wait, 30)
+        for _ in range(3):
+            now += 60.0
+            assert running.thread.heartbeat().step_age_s >= 60.0
+            running.engine.layers += 1
+            assert running.thread.heartbeat().step_age_s == 0.0
+        now += 7.0
+        assert running.thread.heartbeat().step_age_s == 7.0
+
+
+async def test_a_group_that_loses_a_rank_while_it_rests_breaks_too() -> None:
+    async with Running() as running:
+        running.engine.lost = "rank 1 is gone"
+        assert running.thread.heartbeat().failure == "rank 1 is gone", "before the thread has noticed"
+        await eventually(lambda: running.listener.failures, "the owner is told")
+        assert str(running.thread.failed) == "rank 1 is gone"
+        with pytest.raises(GroupLost):
+            running.thread.submit(request("a"))
+
+
 async def test_the_queue_is_bounded_and_cancels_are_never_refused() -> None:
     async with Running(max_waiting=4) as running:
         running.engine.gate.clear()

@@ -11,20 +11,20 @@ import torch
 
 from cluster.errors import OutOfMemory, ProtocolError
 from workers import memory
-from workers.plan import Int32, Score, StepPlan
+from workers.plan import Int32, RankPlan
 
 Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """A StepPlan with every position and slot spelled out. Tensors are int64 on the model's device.
+    """A RankPlan with every position and slot spelled out. Tensors are int64 on the model's device.
 
     The model's rows are the T tokens of the plan, one after the other; sequences matter to attention alone, which finds
     them in ``plan``.
     """
 
-    plan: StepPlan
+    plan: RankPlan
     token_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
     pages: torch.Tensor  # [T] where each token's keys and values are written
@@ -40,10 +40,15 @@ class Batch:
         plan = self.plan
         return int(plan.num_computed[row] + plan.row_starts[row + 1] - plan.row_starts[row])
 
-    def hidden_of(self, score: Score) -> slice:
-        """Where the hidden states of a score's tokens are among the needed ones."""
-        start = int(torch.searchsorted(self.needed, int(self.plan.row_starts[score.row]) + score.first))
-        return slice(start, start + len(score))
+    def hidden_of_scores(self) -> list[slice]:
+        """Where the hidden states of each score's tokens are among the needed ones."""
+        row_starts = self.plan.row_starts
+        starts = [int(torch.searchsorted(self.needed, int(row_starts[row]) + first)) for row, first, _ in self._spans()]
+        return [slice(start, start + count) for start, (_, _, count) in zip(starts, self._spans(), strict=True)]
+
+    def _spans(self) -> list[list[int]]:
+        spans: list[list[int]] = self.plan.scored.tolist()
+        return spans
 
     def used_pages(self, row: int, block_tokens: int, window: int | None = None) -> tuple[torch.Tensor, int]:
         """The pages that hold what the row sees, in order, as an int64 tensor on the model's device; and the position
@@ -55,8 +60,8 @@ class Batch:
         return torch.from_numpy(used.astype(np.int64)).to(self.token_ids.device), skipped * block_tokens
 
 
-def spell_out(plan: StepPlan, token_ids: Int64, block_tokens: int, device: torch.device) -> Batch:
-    """Make a Batch. ``token_ids``: the plan's, with what was carried over filled in.
+def spell_out(plan: RankPlan, block_tokens: int, device: torch.device) -> Batch:
+    """Make a Batch.
 
     Raises ProtocolError if a row feeds a position that its pages do not hold: it would be written into a neighbour's.
     """
@@ -68,19 +73,19 @@ def spell_out(plan: StepPlan, token_ids: Int64, block_tokens: int, device: torch
     if np.any(entries >= plan.block_starts[rows + 1]):
         row = int(rows[np.argmax(entries >= plan.block_starts[rows + 1])])
         raise ProtocolError(f"plan of step {plan.step}: row {row} has fewer pages than its positions need", row=row)
-    last = np.fromiter((plan.row_starts[draw.row + 1] - 1 for draw in plan.draws), np.int64, len(plan.draws))
+    last = plan.row_starts[plan.draw_rows + 1] - 1
     needed = np.zeros(plan.num_tokens, np.bool_)
     needed[last] = True
-    for score in plan.scores:
-        start = plan.row_starts[score.row] + score.first
-        needed[start : start + len(score)] = True
+    for row, first, count in plan.scored.tolist():
+        start = plan.row_starts[row] + first
+        needed[start : start + count] = True
 
     def tensor(values: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(device)
 
     return Batch(
         plan=plan,
-        token_ids=tensor(token_ids),
+        token_ids=tensor(plan.token_ids),
         positions=tensor(positions),
         pages=tensor(plan.blocks[entries]),
         slots=tensor(positions % block_tokens),
@@ -92,7 +97,7 @@ def spell_out(plan: StepPlan, token_ids: Int64, block_tokens: int, device: torch
     )
 
 
-def _owned(plan: StepPlan) -> StepPlan:
+def _owned(plan: RankPlan) -> RankPlan:
     """Kernels are compiled for contiguous, writable arrays; for others they would be compiled again, in mid-service."""
     return replace(
         plan,
@@ -130,6 +135,11 @@ class KVPages:
     def block_tokens(self) -> int:
         """Slots of a page."""
         return self.keys[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pages of all layers."""
+        return sum(pages.nbytes for pages in (*self.keys, *self.values))
 
     def copy(self, copies: Int32) -> None:
         """Copy whole pages, ``[C, 2]`` of (from, to), as if all were read before any is written."""

@@ -23,8 +23,15 @@ class Backend(Protocol):
         [R, hidden]."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of hidden states [S, hidden] that ``forward`` returned: [S, vocab_size] in fp32; may be overwritten."""
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Of hidden states [S, hidden] that ``forward`` returned: [S, vocab_size] in fp32 on rank 0, None on others.
+
+        They may be overwritten.
+        """
+        ...
+
+    def progress(self) -> int:
+        """Layers that have been begun since the start: a number that stands still is a step that hangs."""
         ...
 
     def shares(self) -> tuple[float, float]:
@@ -43,9 +50,13 @@ class TorchModel:
         """See Backend."""
         return self._model.forward(batch, self._pages, self._attention)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """See Backend."""
         return self._model.logits(hidden)
+
+    def progress(self) -> int:
+        """See Backend."""
+        return self._model.layers_begun
 
     def shares(self) -> tuple[float, float]:
         """See Backend."""
@@ -53,18 +64,24 @@ class TorchModel:
 
 
 def choose(name: AttentionName, model: Model, pages: KVPages) -> Backend:
-    """``auto``: the compiled model on a CPU in fp32 that has the vectors for it, the reference anywhere else.
+    """``auto``: the compiled model on a CPU in fp32 that has the vectors for it, the reference anywhere else; also
+    where a group's ranks do not share memory.
 
     Raises ConfigError if ``cpu`` is asked for where it cannot run.
     """
-    packed = model.head.packed is not None
+    packed = model.head.linear.packed is not None
+    together = model.ranks.shares_memory
     if name == "cpu" and not packed:
         where = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
         raise ConfigError(
             f"engine.attention: 'cpu' runs in float32 on a CPU with vector multiply-add, not in {where}",
             field="engine.attention",
         )
-    if name == "reference" or not packed:
+    if name == "cpu" and not together:
+        raise ConfigError(
+            "engine.attention: 'cpu' needs all ranks of a group on one host; leave it at auto", field="engine.attention"
+        )
+    if name == "reference" or not packed or not together:
         return TorchModel(model, pages, ReferenceAttention())
     from workers.model.compiled import CompiledModel  # numba is imported only where its kernels run
 

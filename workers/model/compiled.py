@@ -22,7 +22,8 @@ from workers.model import gemm, gemm8, ops_cpu
 from workers.model.linear import Linear
 from workers.model.llama import Layer, Model
 from workers.native import FAILED, Kernels, pointer_to
-from workers.team import can_meet, clock, is_broken, make_team, meet
+from workers.shared_memory import SharedMemory
+from workers.team import can_meet, clock, is_broken, make_team, meet, meet_across
 from workers.threads import kernel, parallel_kernel
 from workers.tiles import PANEL
 
@@ -35,6 +36,9 @@ _QKV, _OUTPUT, _GATE_UP, _DOWN = range(8, 16, 2)
 
 # Entries of the shape.
 _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _INTERMEDIATE, _BLOCKS, _BLOCK_TOKENS, _WIDTH, _INT8 = range(9)
+
+# Entries of what is known of a group's ranks.
+_RANKS, _RANK, _ALL_THREADS, _SLOTS, _SLOT_BYTES, _FIRST_TOKEN, _TURN = range(7)
 
 # What a step's time goes into.
 _LINEAR, _ATTENTION_TIME, _OTHER = range(3)
@@ -54,6 +58,8 @@ _ATTENTION = (_HEADS_OF, _PAGES_OF, _PAGES_OF, _INT64S, *[_INT32S] * 4, _I64)
 _OF_THREAD = (_I64, _I64)  # me, threads
 _kernels = Kernels()
 _take_rows = _kernels.add(ops_cpu.take_rows, _ROWS, _INT64S, _ROWS, *_OF_THREAD)
+_take_some_rows = _kernels.add(ops_cpu.take_some_rows, _ROWS, _INT64S, _I64, _ROWS, *_OF_THREAD)
+_sum_slots = _kernels.add(ops_cpu.sum_slots, _ROWS, _ROWS, *_OF_THREAD)
 _rms_norm = _kernels.add(ops_cpu.rms_norm, _ROWS, _NUMBERS, _F32, _ROWS, *_OF_THREAD)
 _add_rms_norm = _kernels.add(ops_cpu.add_rms_norm, _ROWS, _ROWS, _NUMBERS, _F32, _ROWS, *_OF_THREAD)
 _add = _kernels.add(ops_cpu.add, _ROWS, _ROWS, _ROWS, *_OF_THREAD)
@@ -79,11 +85,13 @@ class CompiledModel:
     name = "cpu"
 
     def __init__(self, model: Model, pages: KVPages) -> None:
-        """Every linear layer must have been packed. Compiles what is not in the cache, for some seconds."""
+        """Every linear layer must have been packed, and ranks must share memory. Compiles what is not in the cache."""
         config = model.config
         self._model = model
         self._pages = pages  # the table keeps addresses alone
-        int8 = isinstance(model.head.packed, gemm8.Packed)
+        int8 = isinstance(model.head.linear.packed, gemm8.Packed)
+        shared = model.ranks if isinstance(model.ranks, SharedMemory) else None
+        self._shared = shared
         width = width_for(pages.block_tokens, config.head_dim)
         self._shape = np.array(
             (config.hidden, config.heads, config.kv_heads, config.head_dim, config.intermediate, pages.num_blocks,
@@ -96,10 +104,18 @@ class CompiledModel:
         unused = [_multiply] if int8 else [_quantize, _multiply8]
         unused += [] if config.qk_norm else [_norm_heads]
         unused += [] if config.qkv_bias else [_add_bias]
+        unused += [] if shared else [_take_some_rows, _sum_slots]
         self._code = _kernels.addresses(without=unused)
         self._tiles = (tile_kernels.code(), gemm8.code() if int8 else tile_kernels.code())
         self._entry = _entry.addresses()
         self._team = make_team()
+        self._everyone = shared.team if shared else self._team
+        self._parts = np.array(
+            (model.ranks.ranks, model.ranks.rank, 0, shared.slots_address if shared else 0,
+             shared.shape.slot_bytes if shared else 0, model.embedding.vocab.start, 0),
+            np.int64,
+        )  # fmt: skip
+        self._progress = np.zeros(1, np.int64)
         self._spent = np.zeros(3, np.int64)
         self._can_meet: dict[int, bool] = {}  # by threads
         self._tokens = 0
@@ -117,13 +133,17 @@ class CompiledModel:
         parts = parts_of(plan.num_computed[batch.single_rows] + 1) * config.kv_heads
         group = config.heads // config.kv_heads
         sums, tops = np.empty((parts, group, config.head_dim), np.float32), np.empty((parts, group, 2), np.float32)
+        threads = self._threads()
+        self._parts[_ALL_THREADS] = self._shared.threads if self._shared else threads
         _forward(
             self._entry, self._code, *self._tiles, self._table, self._shape, np.float32(config.rms_norm_eps),
-            self._space, self._team, self._threads(), self._spent, model.embedding.numpy(), model.rope.cos.numpy(),
-            model.rope.sin.numpy(), batch.token_ids.numpy(), batch.positions.numpy(), batch.pages.numpy(),
-            batch.slots.numpy(), batch.needed.numpy(), batch.single_rows, batch.chunk_rows, plan.row_starts,
-            plan.num_computed, plan.block_starts, plan.blocks, sums, tops, hidden.numpy(),
+            self._space, self._team, self._everyone, self._parts, threads, self._spent, self._progress,
+            model.embedding.rows.numpy(), model.rope.cos.numpy(), model.rope.sin.numpy(), batch.token_ids.numpy(),
+            batch.positions.numpy(), batch.pages.numpy(), batch.slots.numpy(), batch.needed.numpy(),
+            batch.single_rows, batch.chunk_rows, plan.row_starts, plan.num_computed, plan.block_starts, plan.blocks,
+            sums, tops, hidden.numpy(),
         )  # fmt: skip
+        self._parts[_TURN] += 1 + 2 * (config.layers - (len(batch.needed) == 0))  # sums over the ranks
         self._raise_failures()
         return hidden
 
@@ -132,10 +152,16 @@ class CompiledModel:
         shares = self._spent / max(1, self._spent.sum())
         return float(shares[_LINEAR]), float(shares[_ATTENTION_TIME])
 
+    def progress(self) -> int:
+        """See Backend."""
+        return int(self._progress[0])
+
     def _raise_failures(self) -> None:
         """What went wrong in compiled code, which knows no exceptions; the step means nothing then."""
         broken, failed = is_broken(self._team), bool(self._code[FAILED] or self._entry[FAILED])
         self._team[:] = self._code[FAILED] = self._entry[FAILED] = 0
+        if self._shared:
+            self._shared.raise_if_broken()
         if broken:
             raise RuntimeError("a thread of a step did not come to where the others waited for it")
         if failed:
@@ -150,7 +176,7 @@ class CompiledModel:
                 log.warning("OpenMP gives fewer threads than %d (OMP_THREAD_LIMIT?): computing on one", count)
         return count if self._can_meet[count] else 1
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """See Backend."""
         normed = torch.empty_like(hidden)
         eps = np.float32(self._model.config.rms_norm_eps)
@@ -180,7 +206,7 @@ def _row(layer: Layer, keys: torch.Tensor, values: torch.Tensor, window: int) ->
     """One layer's row of the table."""
     row = [_address(t) for t in (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, layer.qkv.bias)]
     row += [_address(keys), _address(values), window]
-    for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+    for linear in (layer.qkv, layer.output.linear, layer.gate_up, layer.down.linear):
         row += _addresses(linear)
     return row
 
@@ -201,10 +227,10 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 @kernel
 def _step(
-    code: Any, tiles: Any, linear_tiles: Any, table: Any, shape: Any, eps: Any, space: Any, team: Any, spent: Any,
-    embedding: Any, cos: Any, sin: Any, token_ids: Any, positions: Any, pages: Any, slots: Any, needed: Any,
-    single_rows: Any, chunk_rows: Any, row_starts: Any, num_computed: Any, block_starts: Any, blocks: Any, sums: Any,
-    tops: Any, out: Any, me: Any, threads: Any,
+    code: Any, tiles: Any, linear_tiles: Any, table: Any, shape: Any, eps: Any, space: Any, team: Any, everyone: Any,
+    parts: Any, spent: Any, progress: Any, embedding: Any, cos: Any, sin: Any, token_ids: Any, positions: Any,
+    pages: Any, slots: Any, needed: Any, single_rows: Any, chunk_rows: Any, row_starts: Any, num_computed: Any,
+    block_starts: Any, blocks: Any, sums: Any, tops: Any, out: Any, me: Any, threads: Any,
 ) -> None:  # fmt: skip
     """What thread ``me`` does of a step. Operations on rows are shared out alike: behind one and before the next of
     the same rows nobody waits."""
@@ -216,13 +242,22 @@ def _step(
     qkv = _matrix(space[_WIDE], tokens, (heads + 2 * kv_heads) * head_dim)
     attended = _heads(space[_NARROW], tokens, heads, head_dim)
     flat = _matrix(space[_NARROW], tokens, heads * head_dim)
-    since = clock()
-    _take_rows(code, (embedding, token_ids, residual, me, threads))
+    since, turn = clock(), parts[_TURN]
+    if parts[_RANKS] == 1:
+        _take_rows(code, (embedding, token_ids, residual, me, threads))
+    else:
+        mine = _slot(parts, turn, tokens, size)
+        _take_some_rows(code, (embedding, token_ids, parts[_FIRST_TOKEN], mine, me, threads))
+        _sum_up(code, everyone, parts, turn, residual, me, threads)
+        turn += 1
     _rms_norm(code, (residual, _vector(table[0, _NORM], size), eps, x, me, threads))
     for i in range(table.shape[0]):
         layer = table[i]
+        if me == 0:
+            progress[0] += 1
         since = _note(spent, _OTHER, since, me)
         _linear(code, linear_tiles, x, layer, np.int64(_QKV), shape, space, qkv, team, me, threads)
+        meet(team, threads)
         since = _note(spent, _LINEAR, since, me)
         if layer[_BIAS] != 0:
             _add_bias(code, (qkv, _vector(layer[_BIAS], qkv.shape[1]), me, threads))
@@ -250,18 +285,31 @@ def _step(
         meet(team, threads)
         since = _note(spent, _ATTENTION_TIME, since, me)
         if i + 1 < table.shape[0]:
-            _linear(code, linear_tiles, flat, layer, np.int64(_OUTPUT), shape, space, x, team, me, threads)
+            _linear_summed(
+                code, linear_tiles, flat, layer, np.int64(_OUTPUT), shape, space, x, team, everyone, parts, turn, me,
+                threads,
+            )  # fmt: skip
             since = _note(spent, _LINEAR, since, me)
-            since = _mlp(code, linear_tiles, residual, x, layer, shape, eps, space, team, spent, since, me, threads)
+            since = _mlp(
+                code, linear_tiles, residual, x, layer, shape, eps, space, team, everyone, parts, turn + 1, spent,
+                since, me, threads,
+            )  # fmt: skip
+            turn += 2
             _add_rms_norm(code, (residual, x, _vector(table[i + 1, _NORM], size), eps, x, me, threads))
         elif needed.shape[0] > 0:  # behind the last keys and values, only what somebody looks at
             rest = _matrix(space[_X], needed.shape[0], size)
             seen = _matrix(space[_BESIDE], needed.shape[0], flat.shape[1])
             _take_rows(code, (flat, needed, seen, me, threads))
             _take_rows(code, (residual, needed, out, me, threads))
-            _linear(code, linear_tiles, seen, layer, np.int64(_OUTPUT), shape, space, rest, team, me, threads)
+            _linear_summed(
+                code, linear_tiles, seen, layer, np.int64(_OUTPUT), shape, space, rest, team, everyone, parts, turn, me,
+                threads,
+            )  # fmt: skip
             since = _note(spent, _LINEAR, since, me)
-            since = _mlp(code, linear_tiles, out, rest, layer, shape, eps, space, team, spent, since, me, threads)
+            since = _mlp(
+                code, linear_tiles, out, rest, layer, shape, eps, space, team, everyone, parts, turn + 1, spent, since,
+                me, threads,
+            )  # fmt: skip
             _add(code, (out, rest, out, me, threads))
     _note(spent, _OTHER, since, me)
 
@@ -269,7 +317,7 @@ def _step(
 @kernel
 def _mlp(
     code: Any, linear_tiles: Any, residual: Any, x: Any, layer: Any, shape: Any, eps: Any, space: Any, team: Any,
-    spent: Any, since: Any, me: Any, threads: Any,
+    everyone: Any, parts: Any, turn: Any, spent: Any, since: Any, me: Any, threads: Any,
 ) -> Any:  # fmt: skip
     """``residual += x``, and x = the layer's MLP of the norm of that."""
     rows, inner = x.shape[0], shape[_INTERMEDIATE]
@@ -278,10 +326,13 @@ def _mlp(
     _add_rms_norm(code, (residual, x, _vector(layer[_MLP_NORM], x.shape[1]), eps, x, me, threads))
     since = _note(spent, _OTHER, since, me)
     _linear(code, linear_tiles, x, layer, np.int64(_GATE_UP), shape, space, gate_up, team, me, threads)
+    meet(team, threads)
     since = _note(spent, _LINEAR, since, me)
     _silu_mul(code, (gate_up, gated, me, threads))
     since = _note(spent, _OTHER, since, me)
-    _linear(code, linear_tiles, gated, layer, np.int64(_DOWN), shape, space, x, team, me, threads)
+    _linear_summed(
+        code, linear_tiles, gated, layer, np.int64(_DOWN), shape, space, x, team, everyone, parts, turn, me, threads
+    )
     return _note(spent, _LINEAR, since, me)
 
 
@@ -290,7 +341,7 @@ def _linear(
     code: Any, linear_tiles: Any, x: Any, layer: Any, which: Any, shape: Any, space: Any, out: Any, team: Any, me: Any,
     threads: Any,
 ) -> None:  # fmt: skip
-    """out = x times a layer's weight. Our rows of x must be there; all of ``out`` is there afterwards."""
+    """Our panels of x times a layer's weight, into ``out``. Our rows of x must be there."""
     rows, depth, columns = x.shape[0], x.shape[1], out.shape[1]
     if shape[_INT8] != 0:
         groups = (depth + gemm8.GROUP - 1) // gemm8.GROUP
@@ -306,7 +357,38 @@ def _linear(
         panels = (columns + PANEL - 1) // PANEL
         meet(team, threads)
         _multiply(code, (x, _heads(layer[which], panels, depth, PANEL), linear_tiles, out, me, threads))
-    meet(team, threads)
+
+
+@kernel
+def _linear_summed(
+    code: Any, linear_tiles: Any, x: Any, layer: Any, which: Any, shape: Any, space: Any, out: Any, team: Any,
+    everyone: Any, parts: Any, turn: Any, me: Any, threads: Any,
+) -> None:  # fmt: skip
+    """out = x times a layer's weight, summed up over the ranks; behind it our rows of ``out`` are there.
+
+    ``turn``: the how-manieth sum over the ranks this is, since they share memory.
+    """
+    if parts[_RANKS] == 1:
+        _linear(code, linear_tiles, x, layer, which, shape, space, out, team, me, threads)
+        meet(team, threads)
+    else:
+        mine = _slot(parts, turn, out.shape[0], out.shape[1])
+        _linear(code, linear_tiles, x, layer, which, shape, space, mine, team, me, threads)
+        _sum_up(code, everyone, parts, turn, out, me, threads)
+
+
+@kernel
+def _sum_up(code: Any, everyone: Any, parts: Any, turn: Any, out: Any, me: Any, threads: Any) -> None:
+    meet_across(everyone, parts[_ALL_THREADS])
+    first = parts[_SLOTS] + turn % 2 * parts[_RANKS] * parts[_SLOT_BYTES]
+    _sum_slots(code, (_matrix(first, parts[_RANKS], parts[_SLOT_BYTES] // 4), out, me, threads))
+
+
+@kernel
+def _slot(parts: Any, turn: Any, rows: Any, columns: Any) -> Any:
+    """Our part of a sum."""
+    place = turn % 2 * parts[_RANKS] + parts[_RANK]
+    return _matrix(parts[_SLOTS] + place * parts[_SLOT_BYTES], rows, columns)
 
 
 @kernel
@@ -361,7 +443,7 @@ def _bytes(address: Any, panels: Any, steps: Any) -> Any:
 
 _entry = Kernels()
 _enter = _entry.add(
-    _step, *[_INT64S] * 3, _TABLE, _INT64S, _F32, *[_INT64S] * 3, *[_ROWS] * 3, *[_INT64S] * 7, *[_INT32S] * 4,
+    _step, *[_INT64S] * 3, _TABLE, _INT64S, _F32, *[_INT64S] * 6, *[_ROWS] * 3, *[_INT64S] * 7, *[_INT32S] * 4,
     *[_HEADS_OF] * 2, _ROWS, *_OF_THREAD,
 )  # fmt: skip
 
@@ -369,14 +451,14 @@ _enter = _entry.add(
 @parallel_kernel
 def _forward(
     entry: Any, code: Any, tiles: Any, linear_tiles: Any, table: Any, shape: Any, eps: Any, space: Any, team: Any,
-    threads: Any, spent: Any, embedding: Any, cos: Any, sin: Any, token_ids: Any, positions: Any, pages: Any,
-    slots: Any, needed: Any, single_rows: Any, chunk_rows: Any, row_starts: Any, num_computed: Any, block_starts: Any,
-    blocks: Any, sums: Any, tops: Any, out: Any,
+    everyone: Any, parts: Any, threads: Any, spent: Any, progress: Any, embedding: Any, cos: Any, sin: Any,
+    token_ids: Any, positions: Any, pages: Any, slots: Any, needed: Any, single_rows: Any, chunk_rows: Any,
+    row_starts: Any, num_computed: Any, block_starts: Any, blocks: Any, sums: Any, tops: Any, out: Any,
 ) -> None:  # fmt: skip
     spent[:] = 0
     for me in numba.prange(threads):
         _enter(entry, (
-            code, tiles, linear_tiles, table, shape, eps, space, team, spent, embedding, cos, sin, token_ids,
-            positions, pages, slots, needed, single_rows, chunk_rows, row_starts, num_computed, block_starts, blocks,
-            sums, tops, out, me, threads,
+            code, tiles, linear_tiles, table, shape, eps, space, team, everyone, parts, spent, progress, embedding,
+            cos, sin, token_ids, positions, pages, slots, needed, single_rows, chunk_rows, row_starts, num_computed,
+            block_starts, blocks, sums, tops, out, me, threads,
         ))  # fmt: skip

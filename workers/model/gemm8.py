@@ -60,12 +60,17 @@ def is_supported() -> bool:
     return HAS_VNNI or "avx2" in vectors.features()
 
 
-def pack(weight: torch.Tensor) -> Packed:
-    """Round a weight [N, K] to 8 bits, by the largest number of each row, and lay it out for the kernel."""
+def pack(weight: torch.Tensor, largest: torch.Tensor | None = None) -> Packed:
+    """Round a weight [N, K] to 8 bits, by the largest number of each row, and lay it out for the kernel.
+
+    ``largest``: those numbers, where ``weight`` is some columns of rows that are longer.
+    """
     rows, depth = weight.shape
     panels, padded = -(-rows // PANEL), -(-depth // GROUP) * GROUP
     scales = torch.zeros(panels * PANEL)
-    scales[:rows] = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    scales[:rows] = (weight.abs().amax(1) if largest is None else largest).clamp(
+        min=torch.finfo(torch.float32).tiny
+    ) / 127
     whole = torch.zeros(panels * PANEL, padded, dtype=torch.int16)
     whole[:rows, :depth] = (weight / scales[:rows, None]).round_()
     kept = (whole + _OFFSET).to(torch.uint8 if _OFFSET else torch.int8)

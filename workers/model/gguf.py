@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from cluster.errors import ModelLoadError
-from cluster.gguf_header import read_tensors
+from cluster.gguf_header import Tensor, read_tensors
 from workers.model.config import ModelConfig
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -45,28 +45,44 @@ class GGUFSource:
         """As the file's header gives them."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor in fp32, q and k in Hugging Face's order of rows."""
+    def read(self, name: str, rows: range, columns: range | None) -> torch.Tensor:
+        """A part of one tensor in fp32, q and k in Hugging Face's order of rows: there ``rows`` must be whole heads."""
         tensor = self._tensors[name]
         try:
             with np.errstate(all="ignore"):  # Weights looks for what is not finite
-                values = gguf.quants.dequantize(tensor.data, tensor.kind)
+                values = _dequantized(tensor, rows, columns)
         except (RuntimeError, ValueError) as error:
             raise ModelLoadError(
                 f"{self.path}: tensor {tensor.name!r} of type {tensor.kind.name} cannot be read: {error}",
                 tensor=tensor.name,
             ) from error
-        heads = self._permuted_heads(name)
-        values = _unpermute(values, heads) if heads else values
+        head_rows = self._config.head_dim if self._is_permuted(name) else 0
+        values = _unpermute(values, len(values) // head_rows) if head_rows else values
         # The map is read-only and torch warns of tensors that must not be written: a copy is ours.
         return torch.from_numpy(np.array(values, copy=not values.flags.writeable))
 
-    def _permuted_heads(self, name: str) -> int:
-        if self._config.model_type not in _PERMUTED:
-            return 0
-        if ".q_proj." in name:
-            return self._config.heads
-        return self._config.kv_heads if ".k_proj." in name else 0
+    def _is_permuted(self, name: str) -> bool:
+        return self._config.model_type in _PERMUTED and (".q_proj." in name or ".k_proj." in name)
+
+
+_SLAB = 1024
+"""Rows that are dequantized at once where only some columns of them are kept."""
+
+
+def _dequantized(tensor: Tensor, rows: range, columns: range | None) -> npt.NDArray[np.float32]:
+    """Rows are quantized one by one, so that only those asked for are touched; columns are cut out of whole rows."""
+    if len(tensor.shape) == 1:  # its bytes are one row
+        vector: npt.NDArray[np.float32] = gguf.quants.dequantize(tensor.data, tensor.kind)
+        return vector[rows.start : rows.stop]
+    if columns is None:
+        found: npt.NDArray[np.float32] = gguf.quants.dequantize(tensor.data[rows.start : rows.stop], tensor.kind)
+        return found
+    out = np.empty((len(rows), len(columns)), np.float32)
+    for start in range(0, len(rows), _SLAB):
+        stop = min(start + _SLAB, len(rows))
+        whole = gguf.quants.dequantize(tensor.data[rows.start + start : rows.start + stop], tensor.kind)
+        out[start:stop] = whole[:, columns.start : columns.stop]
+    return out
 
 
 def _hf_name(name: str) -> str:

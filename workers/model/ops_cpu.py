@@ -23,6 +23,30 @@ def take_rows(source: Any, rows: Any, out: Any, me: Any, threads: Any) -> None:
 
 
 @kernel
+def take_some_rows(source: Any, rows: Any, first: Any, out: Any, me: Any, threads: Any) -> None:
+    """out[i] = source[rows[i] - first], zeros where ``source`` has no such row."""
+    start, stop = share(rows.shape[0], me, threads)
+    for t in range(start, stop):
+        row = rows[t] - first
+        here = 0 <= row < source.shape[0]
+        for i in range(source.shape[1]):
+            out[t, i] = source[row, i] if here else np.float32(0)
+
+
+@kernel
+def sum_slots(slots: Any, out: Any, me: Any, threads: Any) -> None:
+    """out [T, n] = slots[0, :T * n] + slots[1, :T * n] + ..., in that order."""
+    start, stop = share(out.shape[0], me, threads)
+    size = out.shape[1]
+    for t in range(start, stop):
+        for i in range(size):
+            out[t, i] = slots[0, t * size + i]
+        for other in range(1, slots.shape[0]):
+            for i in range(size):
+                out[t, i] += slots[other, t * size + i]
+
+
+@kernel
 def add(x: Any, y: Any, out: Any, me: Any, threads: Any) -> None:
     """out = x + y"""
     start, stop = share(x.shape[0], me, threads)

@@ -15,6 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 from cluster.errors import ModelLoadError
 
+_SLAB = 1024
+"""Rows that are looked at at once where a whole tensor is read for the sake of a few numbers."""
+
 
 class WeightSource(Protocol):
     """Tensors by their Hugging Face names, fp32 or as stored, on the CPU."""
@@ -25,8 +28,8 @@ class WeightSource(Protocol):
         """Every name with its shape, without reading the data."""
         ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor. Raises ModelLoadError if its data are damaged."""
+    def read(self, name: str, rows: range, columns: range | None) -> torch.Tensor:
+        """These rows of one tensor, and of those these columns (None: all). Raises ModelLoadError for damaged data."""
         ...
 
 
@@ -42,13 +45,23 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor of this name. Raises ModelLoadError if it is absent, or has another shape."""
-        return self._read(name, shape).contiguous()
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+        """The tensor of this name and shape, or the part of it that is asked for: nothing else of it is read.
 
-    def take_stacked(self, parts: Iterable[tuple[str, int]], *inner: int) -> torch.Tensor:
-        """Tensors of ``(name, rows)`` one above the other, so that one product does the work of several."""
-        return torch.cat([self._read(name, (rows, *inner)) for name, rows in parts])
+        Raises ModelLoadError if it is absent, or has another shape.
+        """
+        return self._read(name, shape, rows, columns).contiguous()
+
+    def take_stacked(self, parts: Iterable[tuple[str, int, range]], *inner: int) -> torch.Tensor:
+        """Tensors of ``(name, size, rows of it)`` one above the other, so that one product does the work of several."""
+        return torch.cat([self._read(name, (size, *inner), rows, None) for name, size, rows in parts])
+
+    def largest_of_rows(self, name: str) -> torch.Tensor:
+        """The largest magnitude in each whole row of a tensor [N, K] that has not been taken yet: [N]."""
+        count = self._shapes[name][0] if name in self._shapes else 0
+        slabs = [range(i, min(i + _SLAB, count)) for i in range(0, count, _SLAB)]
+        found = [self._source.read(name, slab, None).to(self._device, self._dtype).abs().amax(1) for slab in slabs]
+        return torch.cat(found) if found else torch.zeros(0)
 
     def finish(self, may_be_left: Callable[[str], bool]) -> None:
         """Raise ModelLoadError if a tensor was never taken, unless the caller knows why."""
@@ -59,7 +72,7 @@ class Weights:
                 f"{self._source.path}: tensor {left[0]!r}{more} has no place in this model", tensor=left[0]
             )
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _read(self, name: str, shape: tuple[int, ...], rows: range | None, columns: range | None) -> torch.Tensor:
         found = self._shapes.pop(name, None)
         if found is None:
             raise ModelLoadError(f"{self._source.path}: tensor {name!r} is missing", tensor=name)
@@ -68,7 +81,7 @@ class Weights:
                 f"{self._source.path}: tensor {name!r} has shape {list(found)}, and the config asks for {list(shape)}",
                 tensor=name,
             )
-        tensor = self._source.read(name)
+        tensor = self._source.read(name, range(shape[0]) if rows is None else rows, columns)
         if not tensor.is_floating_point():
             raise ModelLoadError(
                 f"{self._source.path}: tensor {name!r} is {tensor.dtype}; served are floating-point weights",
@@ -101,13 +114,19 @@ class SafetensorsSource:
         """As the files' headers give them."""
         return self._shapes
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, rows: range, columns: range | None) -> torch.Tensor:
         """A view of the mapped file, or a copy."""
         try:
-            tensor: torch.Tensor = self._files[name].get_tensor(name)
+            file, (size, *_) = self._files[name], self._shapes[name]
+            if columns is not None:
+                part: torch.Tensor = file.get_slice(name)[rows.start : rows.stop, columns.start : columns.stop]
+            elif rows != range(size):
+                part = file.get_slice(name)[rows.start : rows.stop]
+            else:
+                part = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{self.path}: tensor {name!r} is damaged: {error}", tensor=name) from error
-        return tensor
+        return part
 
     def _open(self, file: Path) -> None:
         if not file.is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +30,8 @@ def bench_engine(
     num_requests: Annotated[int | None, typer.Option(min=1, help="How many; unset: all, or 32.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; unset: all cores.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of a rank; unset: all cores.")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks, each a process of its own on this host.")] = 1,
     weights: Annotated[str, typer.Option(help="auto (as dtype) or int8.")] = "auto",
     attention: Annotated[str, typer.Option(help="auto, reference or cpu.")] = "auto",
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 512,
@@ -55,6 +57,8 @@ def bench_engine(
 
       quire bench engine --repeats 3 --json | jq .output_tok_s
 
+      quire bench engine --tp 2 --json | jq .output_tok_s
+
       quire bench engine --requests mine.jsonl --max-running 8 --no-prefix-cache
     """
     from cluster import kv_arithmetic, models
@@ -76,8 +80,8 @@ def bench_engine(
     config = parse({"engine": settings}, source="flags").engine
     files = models.resolve(model)
     items = _items(files, requests, num_requests)
-    found = _measure(files, config, items, repeats, warm_up)
-    report = {"model": files.name, "requests": len(items), "settings": settings, **found}
+    found = _measure(files, config, tp, items, repeats, warm_up)
+    report = {"model": files.name, "requests": len(items), "settings": settings, "tp": tp, **found}
     if json:
         import json as json_module
 
@@ -101,15 +105,24 @@ def _items(files: ModelFiles, path: Path | None, count: int | None) -> list[Item
     return items
 
 
-def _measure(files: ModelFiles, config: EngineConfig, items: list[Item], repeats: int, warm_up: int) -> dict[str, Any]:
+def _measure(
+    files: ModelFiles, config: EngineConfig, tp: int, items: list[Item], repeats: int, warm_up: int
+) -> dict[str, Any]:
+    from workers.offline import load_offline, offline_ranks
+
+    with contextlib.ExitStack() as stack:
+        with terminal.Steps() as steps:
+            steps.begin("loading the model")
+            ranked = tp > 1
+            offline = stack.enter_context(offline_ranks(files, config, tp)) if ranked else load_offline(files, config)
+        return _run(offline, items, repeats, warm_up)
+
+
+def _run(offline: Offline, items: list[Item], repeats: int, warm_up: int) -> dict[str, Any]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from cluster.cli.bench import engine_run, workload
-    from workers.offline import load_offline
 
-    with terminal.Steps() as steps:
-        steps.begin("loading the model")
-        offline = load_offline(files, config)
     alone, prompts = engine_run.single(items, offline.max_context_tokens), engine_run.prompts_only(items)
     outputs = sum(item.max_tokens for item in items)
     columns = (

@@ -209,7 +209,7 @@ def report(runs: Sequence[Run], alone: Run, prefill: Run, offline: Offline) -> d
         "most_running": middle.most_running,
         "peak_rss_bytes": peak,
         "threads": offline.threads,
-        "num_blocks": offline.runner.num_blocks,
+        "num_blocks": offline.num_blocks,
         "device": str(offline.model.device),
         "dtype": str(offline.model.dtype).removeprefix("torch."),
     }

@@ -1,0 +1,252 @@
+"""A group of several ranks, as its leader sees it: who joins, what each is told, and how one that is lost is noticed.
+
+Rank 0 is the leader's own runner. The others are processes that connect to a port of the leader's, load their part, and
+follow: for each step the leader sends them the plan, and all compute it together. A rank that is gone or has failed
+ends the group: what the others have in their pages then belongs to no step. Nothing is repaired; the group is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cluster.errors import ConfigError, GroupLost, ProtocolError
+from cluster.rpc import join_host_port
+from cluster.telemetry import get_logger
+from workers.collective import Collective, RanksParted
+from workers.plan import RankPlan, StepPlan, StepResult
+from workers.plan_wire import encode
+from workers.rank_wire import RANK_PROTOCOL_VERSION, Connection, Kind, number_of, proof
+
+_log = get_logger("ranks")
+
+JOIN_TIMEOUT_S = 600.0
+"""For all ranks to start, and for all to load: large models on slow disks take minutes."""
+
+_GREETING_TIMEOUT_S = 10.0
+_CAUSE_TIMEOUT_S = 2.0
+_STOP_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 600.0
+"""Who watches over the group sees much sooner that nothing gets on."""
+
+_NOTHING = -2
+"""Less than any step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """One rank, for people who look at the group."""
+
+    rank: int
+    pid: int
+    weight_bytes: int
+    kv_bytes: int
+    heartbeat_age_s: float
+
+
+@dataclass(slots=True, eq=False)
+class RankLink:
+    """The leader's end of one rank. A thread of its own listens; everything else is the engine's thread."""
+
+    rank: int
+    pid: int
+    host: str
+    connection: Connection
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    heard_at: float = field(default_factory=time.monotonic)
+    progress: int = 0
+    done: int = _NOTHING
+    lost: str | None = None
+
+    def listen(self, news: threading.Condition, on_lost: Callable[[], None]) -> None:
+        """Take in what the rank says until it is lost."""
+        try:
+            while self.lost is None:
+                kind, body = self.connection.receive(None)
+                with news:
+                    self._take(kind, body)
+                    news.notify_all()
+        except (EOFError, OSError, ProtocolError) as error:
+            with news:
+                self.lost = self.lost or f"rank {self.rank} is gone: {error}"
+                news.notify_all()
+        on_lost()
+
+    def _take(self, kind: Kind, body: bytes) -> None:
+        self.heard_at = time.monotonic()
+        if kind == Kind.BEAT:
+            self.progress = number_of(body)
+        elif kind == Kind.DONE:
+            self.done = number_of(body)
+        elif kind == Kind.FAILED:
+            self.lost = f"rank {self.rank} failed: {body.decode(errors='replace')}"
+        else:
+            raise ProtocolError(f"rank {self.rank} sent {kind.name}")
+
+
+class RankListener:
+    """Where a group's other ranks come to. Made before they are started, since they are told its address."""
+
+    def __init__(self, host: str, token: str) -> None:
+        """Listens at a free port of ``host``. Raises ConfigError for a foreign address."""
+        self._token = token
+        try:
+            self._socket = socket.create_server((host, 0))
+        except OSError as error:
+            raise ConfigError(f"worker.host: cannot listen on {host}: {error}", field="worker.host") from error
+        self.host = host
+        self.port: int = self._socket.getsockname()[1]
+
+    @property
+    def address(self) -> str:
+        """host:port for the ranks."""
+        return join_host_port(self.host, self.port)
+
+    def accept(self, ranks: int, timeout_s: float = JOIN_TIMEOUT_S) -> list[RankLink]:
+        """Ranks 1 to ``ranks`` - 1, in order. Who cannot prove that it belongs here is sent away.
+
+        Raises GroupLost when they do not all come.
+        """
+        found: dict[int, RankLink] = {}
+        give_up = time.monotonic() + timeout_s
+        while len(found) < ranks - 1:
+            missing = [rank for rank in range(1, ranks) if rank not in found]
+            self._socket.settimeout(max(0.001, give_up - time.monotonic()))
+            try:
+                sock, peer = self._socket.accept()
+            except TimeoutError as error:
+                for link in found.values():
+                    link.connection.close()
+                raise GroupLost(f"ranks {missing} did not come within {timeout_s:.0f} s") from error
+            connection = Connection(sock)
+            try:
+                link = self._greeted(connection, missing)
+                found[link.rank] = link
+            except (EOFError, OSError, ProtocolError) as error:
+                _log.warning("%s may not join: %s", peer, error)
+                connection.close()
+        return [found[rank] for rank in sorted(found)]
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()
+
+    def _greeted(self, connection: Connection, missing: Sequence[int]) -> RankLink:
+        challenge = secrets.token_bytes(32)
+        connection.send(Kind.CHALLENGE, challenge)
+        hello = connection.expect_json(Kind.HELLO, _GREETING_TIMEOUT_S)
+        rank, version = hello.get("rank"), hello.get("version")
+        if version != RANK_PROTOCOL_VERSION:
+            raise ProtocolError(f"it speaks version {version}; this leader speaks {RANK_PROTOCOL_VERSION}")
+        if not isinstance(rank, int) or rank not in missing:
+            raise ProtocolError(f"rank {rank} is not awaited; missing are {list(missing)}")
+        if not hmac.compare_digest(str(hello.get("proof")), proof(self._token, challenge, rank)):
+            raise ProtocolError("its worker_token is another one")
+        return RankLink(rank, int(hello.get("pid", 0)), str(hello.get("host", "")), connection)
+
+
+class LeadingRunner(Protocol):
+    """What a RankedGroup needs of workers/runner.py."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages of every rank's pool."""
+        ...
+
+    def resolve(self, plan: StepPlan) -> RankPlan:
+        """What all ranks are told."""
+        ...
+
+    def lead(self, plan: StepPlan, told: RankPlan) -> StepResult:
+        """Rank 0's part."""
+        ...
+
+    def progress(self) -> int:
+        """Grows while a step gets on."""
+        ...
+
+
+class RankedGroup:
+    """See Group. ``links``: ranks that have computed the trial step."""
+
+    def __init__(self, runner: LeadingRunner, links: Sequence[RankLink], collective: Collective) -> None:
+        self._runner: LeadingRunner | None = runner
+        self._links = tuple(links)
+        self._collective = collective
+        self._news = threading.Condition()
+        self._closing = False
+        self.num_blocks = runner.num_blocks
+        for link in self._links:
+            name = f"rank {link.rank}"
+            threading.Thread(target=link.listen, args=(self._news, self._on_lost), name=name, daemon=True).start()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See Group. Raises GroupLost once a rank is lost, with what it said."""
+        if self._runner is None:
+            raise RuntimeError("the group is closed")
+        told = self._runner.resolve(plan)
+        self._raise_if_lost()
+        message = encode(told)
+        try:
+            for link in self._links:
+                link.done = _NOTHING
+                link.connection.send(Kind.PLAN, message)
+            result = self._runner.lead(plan, told)
+        except (OSError, RanksParted) as error:
+            self._wait(lambda: self.failure() is not None, _CAUSE_TIMEOUT_S)  # who is lost says more than that we are
+            raise GroupLost(self.failure() or str(error)) from error
+        self._wait(lambda: all(link.done == plan.step or link.lost for link in self._links), _ANSWER_TIMEOUT_S)
+        self._raise_if_lost()
+        if late := [link.rank for link in self._links if link.done != plan.step]:
+            raise GroupLost(f"ranks {late} did not answer within {_ANSWER_TIMEOUT_S:.0f} s")
+        return result
+
+    def failure(self) -> str | None:
+        """Why nothing can be computed any more; from any thread."""
+        return next((link.lost for link in self._links if link.lost), None)
+
+    def progress(self) -> int:
+        """See Group."""
+        return self._runner.progress() if self._runner is not None else 0
+
+    def ranks(self) -> list[RankFacts]:
+        """The other ranks; from any thread."""
+        now = time.monotonic()
+        return [
+            RankFacts(link.rank, link.pid, link.weight_bytes, link.kv_bytes, max(0.0, now - link.heard_at))
+            for link in self._links
+        ]
+
+    def close(self) -> None:
+        """Tell the ranks to end, and wait a little for it. Idempotent."""
+        if self._runner is None:
+            return
+        self._runner, self._closing = None, True
+        for link in self._links:
+            with contextlib.suppress(OSError):
+                link.connection.send(Kind.STOP)
+        self._wait(lambda: all(link.lost for link in self._links), _STOP_TIMEOUT_S)
+        self._collective.close()
+        for link in self._links:
+            link.connection.close()
+
+    def _on_lost(self) -> None:
+        if not self._closing:
+            _log.error("%s", self.failure())
+            self._collective.abort()
+
+    def _raise_if_lost(self) -> None:
+        if (failure := self.failure()) is not None:
+            raise GroupLost(failure)
+
+    def _wait(self, ready: Callable[[], Any], timeout_s: float) -> None:
+        with self._news:
+            self._news.wait_for(ready, timeout_s)

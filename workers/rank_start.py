@@ -1,0 +1,352 @@
+"""How the ranks of a group come together: each side's steps from the first greeting to the trial step.
+
+All meet before anything is loaded, so that a rank that does not come is noticed at once; then each loads its part; then
+the leader knows the number of pages that all have room for, and all compile and try their kernels in one common step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from cluster.config import ClusterConfig
+from cluster.errors import ConfigError, GroupLost, ProtocolError, QuireError, from_reason
+from cluster.models import ModelFiles, hf_config, resolve, weights_digest
+from cluster.telemetry import get_logger
+from workers import assembly
+from workers.collective import Alone, Collective
+from workers.group import LocalGroup
+from workers.plan_wire import decode
+from workers.rank_group import JOIN_TIMEOUT_S, RankedGroup, RankLink, RankListener
+from workers.rank_wire import RANK_PROTOCOL_VERSION, Connection, Kind, host_identity, proof
+from workers.sizing import pool_blocks
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.group import Group
+    from workers.model.llama import Model
+    from workers.runner import Runner
+    from workers.shared_memory import Region
+
+_log = get_logger("ranks")
+
+TRIAL_STEP = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A group whose ranks are ready, as its leader has it."""
+
+    group: Group
+    runner: Runner
+    model: Model
+    threads: int
+    """Of the leader's own rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where and how this rank computes."""
+
+    files: ModelFiles
+    device: torch.device
+    dtype: torch.dtype
+    threads: int
+
+
+def lead(config: ClusterConfig, listener: RankListener | None, default_blocks: int | None = None) -> Started:
+    """Load rank 0's part, and bring the others together. ``listener``: None for a group of one.
+
+    ``default_blocks``: pages where the configuration names no memory for them; None: what ``pool_blocks`` says.
+    Raises ModelLoadError, ConfigError, OutOfMemory, GroupLost.
+    """
+    place = _place(config)
+    if listener is None:
+        model = _load(config, place, Alone())
+        runner = assembly.make_runner(model, config.engine, _blocks(config, place, model, default_blocks))
+        return Started(LocalGroup(runner), runner, model, place.threads)
+    links = listener.accept(config.tp)
+    try:
+        return _lead_others(config, place, links, listener.host, default_blocks)
+    except BaseException:
+        for link in links:
+            link.connection.close()
+        raise
+    finally:
+        listener.close()
+
+
+def _lead_others(
+    config: ClusterConfig, place: _Place, links: Sequence[RankLink], host: str, default_blocks: int | None
+) -> Started:
+    collective, region = _meeting_place(config, place, links, host)
+    try:
+        model = _load(config, place, collective)
+        blocks, threads = [_blocks(config, place, model, default_blocks)], [_threads_that_meet(place)]
+        for link in links:
+            ready = _heard(link, Kind.READY)
+            if ready["identity"] != _identity(config, place):
+                raise ConfigError(f"rank {link.rank} has other weights or settings than its leader", rank=link.rank)
+            blocks.append(ready["blocks"])
+            threads.append(ready["threads"])
+            link.weight_bytes = ready["weight_bytes"]
+        _tell_threads(collective, sum(threads))
+        for link in links:
+            link.connection.send_json(Kind.START, {"blocks": min(blocks), "threads": sum(threads)})
+        runner = assembly.make_runner(model, config.engine, min(blocks))
+        for link in links:
+            link.kv_bytes = _heard(link, Kind.DONE)["kv_bytes"]
+            link.done = TRIAL_STEP
+    except BaseException:
+        collective.abort()
+        collective.close()
+        raise
+    finally:
+        if region is not None:
+            region.close()
+    return Started(RankedGroup(runner, links, collective), runner, model, place.threads)
+
+
+def _meeting_place(
+    config: ClusterConfig, place: _Place, links: Sequence[RankLink], host: str
+) -> tuple[Collective, Region | None]:
+    """Tell all ranks how they exchange numbers, and be the first who does."""
+    if _may_share_memory(config, place, links):
+        from workers.shared_memory import Region, SharedMemory
+
+        shape = _shape(config, place.files)
+        region = Region(shape)
+        for link in links:
+            link.connection.send_json(Kind.WELCOME, {"by": "memory", "path": region.path, "shape": asdict(shape)})
+        return SharedMemory(region.path, shape, 0), region
+    from workers.torch_collective import BackendName, TorchCollective, open_store
+
+    backend: BackendName = "nccl" if place.device.type == "cuda" else "gloo"
+    store = open_store(host, config.tp, JOIN_TIMEOUT_S)
+    for link in links:
+        link.connection.send_json(Kind.WELCOME, {"by": backend, "host": host, "port": store.port})
+    return TorchCollective(backend, store, 0, config.tp, JOIN_TIMEOUT_S), None
+
+
+def _may_share_memory(config: ClusterConfig, place: _Place, links: Sequence[RankLink]) -> bool:
+    one_host = all(link.host == host_identity() for link in links)
+    wanted = config.engine.collective
+    if wanted == "memory" and (place.device.type != "cpu" or not one_host):
+        raise ConfigError(
+            "engine.collective: 'memory' is for ranks on the CPUs of one host; leave it at auto",
+            field="engine.collective",
+        )
+    return wanted != "torch" and place.device.type == "cpu" and one_host
+
+
+def _heard(link: RankLink, kind: Kind) -> dict[str, Any]:
+    """What a rank has to say next. Raises the error that it could not start with, or GroupLost."""
+    try:
+        return link.connection.expect_json(kind, JOIN_TIMEOUT_S)
+    except (EOFError, OSError, ProtocolError) as error:
+        raise _start_error(link.rank, error) from error
+
+
+def _start_error(rank: int, error: Exception) -> QuireError:
+    text = str(error)
+    reason, _, message = text.partition(": ")
+    if isinstance(error, ProtocolError) and reason.isupper():
+        return from_reason(reason, f"rank {rank}: {message}")
+    return GroupLost(f"rank {rank} was lost while it started: {text}")
+
+
+# -- the other ranks -------------------------------------------------------------------------------------------------
+
+
+def follow(config: ClusterConfig, rank: int, connection: Connection) -> None:
+    """Join a leader, then compute what it says until it says STOP. Raises QuireError, RanksParted, EOFError, OSError;
+    the leader has been told then."""
+    beating = threading.Event()
+    try:
+        connection.send_json(Kind.HELLO, _greeting(config, rank, connection.expect(Kind.CHALLENGE, JOIN_TIMEOUT_S)))
+        runner, collective = _join(config, rank, connection)
+        beat = threading.Thread(
+            target=_beat, args=(connection, runner, collective, beating, config.worker.heartbeat_ms / 1000), daemon=True
+        )
+        beat.start()
+        try:
+            _compute(runner, connection)
+        finally:
+            beating.set()
+            beat.join()
+            collective.close()
+    except Exception as error:
+        _tell_failure(connection, error)
+        raise
+
+
+def _greeting(config: ClusterConfig, rank: int, challenge: bytes) -> dict[str, Any]:
+    token = config.worker_token.get_secret_value() if config.worker_token else ""
+    return {
+        "version": RANK_PROTOCOL_VERSION,
+        "rank": rank,
+        "pid": os.getpid(),
+        "host": host_identity(),
+        "proof": proof(token, challenge, rank),
+    }
+
+
+def _join(config: ClusterConfig, rank: int, connection: Connection) -> tuple[Runner, Collective]:
+    place = _place(config)
+    welcome = connection.expect_json(Kind.WELCOME, JOIN_TIMEOUT_S)
+    collective: Collective
+    if welcome["by"] == "memory":
+        from workers.shared_memory import Shape, SharedMemory
+
+        try:
+            collective = SharedMemory(welcome["path"], Shape(**welcome["shape"]), rank)
+        except OSError as error:
+            raise ConfigError(
+                f"engine.collective: rank {rank} cannot open its leader's memory ({error}); set it to 'torch'",
+                field="engine.collective",
+            ) from error
+    else:
+        from workers.torch_collective import TorchCollective, open_store
+
+        store = open_store(welcome["host"], config.tp, JOIN_TIMEOUT_S, welcome["port"])
+        collective = TorchCollective(welcome["by"], store, rank, config.tp, JOIN_TIMEOUT_S)
+    model = _load(config, place, collective)
+    ready = {
+        "blocks": _blocks(config, place, model, None),
+        "threads": _threads_that_meet(place),
+        "weight_bytes": model.weight_bytes,
+        "identity": _identity(config, place),
+    }
+    connection.send_json(Kind.READY, ready)
+    start = connection.expect_json(Kind.START, JOIN_TIMEOUT_S)
+    _tell_threads(collective, start["threads"])
+    runner = assembly.make_runner(model, config.engine, start["blocks"])
+    connection.send_json(Kind.DONE, {"kv_bytes": runner.pages.nbytes})
+    return runner, collective
+
+
+def _compute(runner: Runner, connection: Connection) -> None:
+    while True:
+        kind, body = connection.receive(None)
+        if kind == Kind.STOP:
+            return
+        if kind != Kind.PLAN:
+            raise ProtocolError(f"{kind.name} came where a plan was expected")
+        told = decode(body)
+        runner.follow(told)
+        connection.send_number(Kind.DONE, told.step)
+
+
+def _beat(
+    connection: Connection, runner: Runner, collective: Collective, done: threading.Event, period_s: float
+) -> None:
+    """Say how far we are; and when nobody listens any more, let go of whoever waits for the leader in a step."""
+    while not done.wait(period_s):
+        try:
+            connection.send_number(Kind.BEAT, runner.progress())
+        except OSError:
+            collective.abort()
+            return
+
+
+def _tell_failure(connection: Connection, error: Exception) -> None:
+    known = isinstance(error, QuireError)
+    text = f"{error.reason}: {error.message}" if known else f"{type(error).__name__}: {error}"  # type: ignore[attr-defined]
+    try:
+        connection.send(Kind.FAILED, text.encode())
+    except OSError:
+        _log.debug("the leader is gone")
+
+
+# -- both ------------------------------------------------------------------------------------------------------------
+
+
+def _place(config: ClusterConfig) -> _Place:
+    engine = config.engine
+    device = assembly.choose_device(engine)
+    threads = engine.threads or max(1, len(os.sched_getaffinity(0)) // config.groups // config.tp)
+    use_threads(threads)
+    return _Place(resolve(config.model, name=config.model_name), device, assembly.choose_dtype(engine, device), threads)
+
+
+def use_threads(count: int) -> None:
+    """Per process in torch, per thread in numba: call it on each thread that computes."""
+    from workers.threads import set_threads
+
+    set_threads(count)
+
+
+def _load(config: ClusterConfig, place: _Place, collective: Collective) -> Model:
+    from workers.model import load
+
+    begun = time.perf_counter()
+    model = load(place.files, place.dtype, place.device, int8=config.engine.weights == "int8", ranks=collective)
+    _log.info(
+        "rank %d of %d: %d bytes of weights, after %.1f s",
+        collective.rank, collective.ranks, model.weight_bytes, time.perf_counter() - begun,
+    )  # fmt: skip
+    return model
+
+
+def _blocks(config: ClusterConfig, place: _Place, model: Model, default: int | None) -> int:
+    from workers.runner import bytes_per_block
+
+    engine = config.engine
+    if default is not None and engine.kv_memory_bytes is None:
+        return default
+    on_cpu = place.device.type == "cpu"
+    wanted = engine.kv_memory_bytes
+    return pool_blocks(
+        bytes_per_block=bytes_per_block(model.config, engine.block_tokens, model.dtype),
+        block_tokens=engine.block_tokens,
+        max_context_tokens=assembly.choose_context(engine, model.config.max_context),
+        max_running=engine.max_running,
+        free_bytes=assembly.free_bytes(place.device),
+        # A group's memory is divided as its KV heads are: each rank holds its share of every page.
+        wanted_bytes=None if wanted is None else wanted * model.config.kv_heads // _all_kv_heads(model),
+        groups_on_host=config.groups * config.tp if on_cpu else 1,
+    )
+
+
+def _all_kv_heads(model: Model) -> int:
+    """Of the group's ranks together: more than the model's where ranks hold copies."""
+    return max(model.whole.kv_heads, model.ranks.ranks)
+
+
+def _shape(config: ClusterConfig, files: ModelFiles) -> Any:
+    from workers.model.config import parse_config
+    from workers.model.partition import part_of
+    from workers.shared_memory import Shape
+
+    model = parse_config(hf_config(files))
+    width = max(len(part_of(model, rank, config.tp).vocab) for rank in range(config.tp))
+    return Shape(ranks=config.tp, tokens=max(3, config.engine.max_batch_tokens), hidden=model.hidden, width=width)
+
+
+def _threads_that_meet(place: _Place) -> int:
+    """A rank's threads, as many as can wait for each other; all ranks must know the sum."""
+    if place.device.type != "cpu":
+        return 1
+    import numba
+
+    from workers.team import can_meet
+
+    count: int = numba.get_num_threads()
+    return count if can_meet(count) else 1
+
+
+def _tell_threads(collective: Collective, threads: int) -> None:
+    if hasattr(collective, "threads"):
+        collective.threads = threads
+
+
+def _identity(config: ClusterConfig, place: _Place) -> str:
+    """Equal in ranks that load the same and compute it alike."""
+    facts = (weights_digest(place.files), str(place.dtype), place.device.type, config.engine.model_dump_json())
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
