@@ -90,6 +90,8 @@ def _check_model(config: ClusterConfig, steps: Steps, interrupts: Interrupts) ->
     """Fetch the model where needed, read all but its weights; returns the bytes of its weights' files."""
     from cluster import models
     from router.tokenizer import Tokenizer
+    from workers.model.config import parse_config
+    from workers.model.partition import part_of
 
     def on_progress(done: int, total: int) -> None:
         steps.detail(f"model {config.model}: fetched {done / 1e6:.0f} of {total / 1e6:.0f} MB")
@@ -97,7 +99,7 @@ def _check_model(config: ClusterConfig, steps: Steps, interrupts: Interrupts) ->
     steps.begin(f"model {config.model}")
     with interrupts.let_through():  # a download may take long; the rest is quick
         files = models.resolve(config.model, name=config.model_name, progress=on_progress)
-    models.hf_config(files)
+    part_of(parse_config(models.hf_config(files)), 0, config.tp)  # refuses ranks that would have nothing to do
     Tokenizer(files)  # a damaged one is found in a second here; a replica would take a dozen to say so
     paths = [files.path] if files.path.is_file() else sorted(files.path.glob("*.safetensors"))
     return sum(os.path.getsize(path) for path in paths)

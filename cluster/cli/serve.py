@@ -53,7 +53,7 @@ def serve(
     model: Annotated[str | None, typer.Option(help="Built-in name, Hugging Face folder, GGUF file or hub id.")] = None,
     model_name: Annotated[str | None, typer.Option(help="The name that requests use.")] = None,
     groups: Annotated[int | None, typer.Option(help="Worker groups.")] = None,
-    tp: Annotated[int | None, typer.Option(help="Ranks of a group; 1 in this version.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Ranks of a group (tensor parallelism).")] = None,
     device: Annotated[Device | None, typer.Option(help="auto takes CUDA when there is a card.")] = None,
     dtype: Annotated[DType | None, typer.Option(help="auto is float32 on a CPU, bfloat16 on a card.")] = None,
     weights: Annotated[
@@ -77,6 +77,8 @@ def serve(
       quire serve --model ./Llama-3.2-1B --port 7000 --dtype bfloat16
 
       quire serve --weights int8
+
+      quire serve --tp 2 --groups 2
 
       quire serve --config cluster.yaml --set engine.max_running=64
     """

@@ -10,6 +10,9 @@ import typer
 from cluster.cli import sampling, terminal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
     from rich.table import Table
 
     from cluster.pb.inference_pb2 import Cluster, Group
@@ -27,7 +30,7 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
 ) -> None:
-    """Show each group: state, requests, pages, speed. Live until Ctrl-C, or once.
+    """Show each group: state, requests, pages, speed; and its ranks, where it has several. Live until Ctrl-C, or once.
 
     [bold]Examples[/]
 
@@ -43,12 +46,12 @@ def status(
         if json:
             terminal.out.print(as_json(client.cluster()), markup=False)
         elif once or not terminal.out.is_terminal:
-            terminal.out.print(table(client.cluster()))
+            terminal.out.print(overview(client.cluster()))
         else:
-            with Live(table(client.cluster()), console=terminal.out) as live:
+            with Live(overview(client.cluster()), console=terminal.out) as live:
                 while True:
                     time.sleep(interval)
-                    live.update(table(client.cluster()))
+                    live.update(overview(client.cluster()))
 
 
 def as_json(cluster: Cluster) -> str:
@@ -56,6 +59,32 @@ def as_json(cluster: Cluster) -> str:
     from google.protobuf.json_format import MessageToJson
 
     return MessageToJson(cluster, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def overview(cluster: Cluster) -> RenderableType:
+    """The groups, and below them the ranks of those that have several."""
+    from rich.console import Group as Stacked
+
+    several = [group for group in cluster.groups if group.tp > 1]
+    return Stacked(table(cluster), *([rank_table(several)] if several else []))
+
+
+def rank_table(groups: Sequence[Group]) -> Table:
+    """One row per rank."""
+    from rich.table import Table
+
+    from cluster.kv_arithmetic import format_size
+
+    grid = Table(box=None, padding=(0, 2, 0, 0))
+    grid.add_column("group", no_wrap=True)
+    for heading in ("rank", "pid", "weights", "KV pages", "heard of, s ago"):
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for group in sorted(groups, key=lambda group: group.group_id):
+        for one in group.load.ranks:
+            sizes = (format_size(one.weight_bytes), format_size(one.kv_bytes))
+            age = f"{one.heartbeat_age_ms / 1000:.1f}"
+            grid.add_row(group.group_id, str(one.rank), str(one.pid), *sizes, age)
+    return grid
 
 
 def table(cluster: Cluster) -> Table:

@@ -79,13 +79,13 @@ def resolve_device(config: ClusterConfig) -> ClusterConfig:
 
 
 def _group_options(config: ClusterConfig) -> dict[str, Any]:
-    """One bundle for the supervisor, one per rank, all on one node."""
+    """One bundle for the supervisor, one per rank; all on one node, unless told otherwise."""
     return {
         **HEALTH,
         "num_replicas": config.groups,
         "ray_actor_options": {"num_cpus": SUPERVISOR_CPUS},
         "placement_group_bundles": [{"CPU": SUPERVISOR_CPUS}] + [rank_bundle(config)] * config.tp,
-        "placement_group_strategy": "STRICT_PACK",
+        "placement_group_strategy": "PACK" if config.ranks_across_nodes else "STRICT_PACK",
         "graceful_shutdown_timeout_s": config.worker.drain_s + 3 * STOP_GRACE_S,
     }
 
