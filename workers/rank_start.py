@@ -71,8 +71,9 @@ def lead(config: ClusterConfig, listener: RankListener | None, default_blocks: i
         model = _load(config, place, Alone())
         runner = assembly.make_runner(model, config.engine, _blocks(config, place, model, default_blocks))
         return Started(LocalGroup(runner), runner, model, place.threads)
-    links = listener.accept(config.tp)
+    links: list[RankLink] = []
     try:
+        links = listener.accept(config.tp)
         return _lead_others(config, place, links, listener.host, default_blocks)
     except BaseException:
         for link in links:
@@ -226,7 +227,11 @@ def _join(config: ClusterConfig, rank: int, connection: Connection) -> tuple[Run
     connection.send_json(Kind.READY, ready)
     start = connection.expect_json(Kind.START, JOIN_TIMEOUT_S)
     _tell_threads(collective, start["threads"])
-    runner = assembly.make_runner(model, config.engine, start["blocks"])
+    try:
+        runner = assembly.make_runner(model, config.engine, start["blocks"])
+    except BaseException:
+        collective.abort()  # the others wait for us in the trial step
+        raise
     connection.send_json(Kind.DONE, {"kv_bytes": runner.pages.nbytes})
     return runner, collective
 
