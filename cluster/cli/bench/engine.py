@@ -141,7 +141,11 @@ def _run(offline: Offline, items: list[Item], repeats: int, warm_up: int) -> dic
             vocab = min(workload.VOCAB, offline.model.config.vocab_size)
             engine_run.run(offline, _short(workload.built_in(warm_up, vocab=vocab, output=(4, 8)), offline))
         runs = [run(items) for _ in range(repeats)]
-        return engine_run.report(runs, run(alone), run(prompts), offline)
+        # Before and behind it: on a machine that others use too, memory is twice as fast in one minute as in the next.
+        before = engine_run.copy_speed(offline)
+        by_itself = run(alone)
+        copies = [before, engine_run.copy_speed(offline)]
+        return engine_run.report(runs, by_itself, run(prompts), offline, copies)
 
 
 def _short(items: list[Item], offline: Offline) -> list[Item]:

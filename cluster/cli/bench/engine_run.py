@@ -176,13 +176,21 @@ def prompts_only(items: Sequence[Item]) -> list[Item]:
     return chosen
 
 
-def report(runs: Sequence[Run], alone: Run, prefill: Run, offline: Offline) -> dict[str, Any]:
+def copy_speed(offline: Offline) -> float | None:
+    """Bytes per second of a copy now; None where the weights are not in this host's memory."""
+    return offline.copy_bytes_per_s() if offline.model.device.type == "cpu" else None
+
+
+def report(
+    runs: Sequence[Run], alone: Run, prefill: Run, offline: Offline, copies: Sequence[float | None]
+) -> dict[str, Any]:
     """The figures; rates are medians over the repeats, whose range is told beside them.
 
-    One request alone cannot be faster than the weights can be read: ``memory_limit_tok_s``, from copying now.
+    One request alone cannot be faster than the weights can be read: ``memory_limit_tok_s``, from ``copies`` around it.
     """
     peak = peak_rss_bytes()
-    limit = offline.copy_bytes_per_s() / offline.model.weight_bytes if offline.model.device.type == "cpu" else None
+    speeds = [speed for speed in copies if speed is not None]
+    limit = statistics.fmean(speeds) / offline.model.weight_bytes if speeds else None
     middle = sorted(runs, key=lambda one: one.output_tok_s)[len(runs) // 2]
     rates = [one.output_tok_s for one in runs]
     waste = [share for one in runs for share in one.waste]
