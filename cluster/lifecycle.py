@@ -132,9 +132,10 @@ class EmbeddedRedis:
     _CHECK_S = 0.1
     _READY_S = 10.0
 
-    def __init__(self, *, port: int = 0, maxmemory_bytes: int = 0) -> None:
+    def __init__(self, *, port: int = 0, maxmemory_bytes: int = 0, policy: str = "noeviction") -> None:
+        """``policy``: what it does when ``maxmemory_bytes`` (0: no limit) are full, as in its own maxmemory-policy."""
         self._fixed_port = port
-        self._maxmemory_bytes = maxmemory_bytes
+        self._memory = f"maxmemory {maxmemory_bytes}\nmaxmemory-policy {policy}\n"
         self._password = secrets.token_urlsafe(24)  # loopback is shared with every user of the host
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -234,7 +235,7 @@ class EmbeddedRedis:
         config.write_text(
             f"port {self.port}\nbind 127.0.0.1\nrequirepass {self._password}\ndir {self._folder}\n"
             'save ""\nappendonly no\ndaemonize no\ntcp-keepalive 60\n'
-            f"maxmemory {self._maxmemory_bytes}\nmaxmemory-policy noeviction\nlogfile {self._folder}/redis.log\n"
+            f"{self._memory}logfile {self._folder}/redis.log\n"
         )
         if self._process is not None:
             terminate(self._process, 2.0)

@@ -118,6 +118,7 @@ class Answer:
             queue_ms=admitted.queue_ms,
             seed=request.sampling.seed,
             prompt_logprobs=[self._with_text(position) for position in admitted.prompt_logprobs],
+            prefix=admitted.prefix if admitted.HasField("prefix") else None,
         )
         if link is not None:
             started.group_id, started.incarnation = link.record.group_id, link.record.incarnation

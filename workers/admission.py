@@ -25,6 +25,8 @@ class EngineSettings:
     eos_token_ids: frozenset[int]
     vocab_size: int
     step_target_s: float | None = None  # of a step in which sequences decode; None: max_batch_tokens alone bounds it
+    tier_deadline_s: float = 0.5  # that a request waits for the tier behind the pages, all in all
+    claim_wait_s: float = 10.0  # and for a prefix that another group is computing
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "max_batch_tokens", "max_running", "max_waiting", "max_context_tokens"):

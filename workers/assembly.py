@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from cluster.config import EngineConfig
+from cluster.config import ClusterConfig, EngineConfig
 from cluster.errors import ConfigError
 from workers.admission import EngineSettings
 
@@ -74,8 +74,9 @@ def choose_context(config: EngineConfig, trained: int) -> int:
     return wanted or trained
 
 
-def make_settings(config: EngineConfig, model: ModelConfig) -> EngineSettings:
+def make_settings(cluster: ClusterConfig, model: ModelConfig) -> EngineSettings:
     """What the engine is told. Raises ConfigError as ``choose_context``."""
+    config, prefix = cluster.engine, cluster.prefix
     return EngineSettings(
         block_tokens=config.block_tokens,
         max_batch_tokens=config.max_batch_tokens,
@@ -86,6 +87,8 @@ def make_settings(config: EngineConfig, model: ModelConfig) -> EngineSettings:
         eos_token_ids=frozenset(model.eos_token_ids),
         vocab_size=model.vocab_size,
         step_target_s=None if config.step_target_ms is None else config.step_target_ms / 1000,
+        tier_deadline_s=prefix.deadline_ms / 1000,
+        claim_wait_s=prefix.claim_wait_ms / 1000,
     )
 
 

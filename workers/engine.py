@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from cluster.blocks import BlockHash
 from cluster.errors import InvalidRequest, Overloaded
 from workers.admission import EngineSettings, check_request
 from workers.block_pool import CacheEvents, InvariantViolation
 from workers.group import Group
-from workers.meter import Meter
+from workers.meter import REPRESENTATIVE_TOKENS, Meter
+from workers.plan import StepPlan, StepResult
+from workers.prefetch import PrefetchTotals
 from workers.request import Output, Request, RequestKey
 from workers.scheduler import Scheduler
+from workers.tier import Tier, TierLoad
 
 __all__ = ["CacheEvents", "Engine", "EngineSettings", "InvariantViolation", "Load"]
 
@@ -39,21 +45,27 @@ class Load:
     preemptions: int
     prompt_tokens: int
     cached_prompt_tokens: int
+    tier_prompt_tokens: int
     output_tokens: int
+    tier: TierLoad | None
+    prefetches: PrefetchTotals
 
 
 class Engine:
     """Continuous batching over one group. Every accepted request ends in one Finished per sample, in one Failed, or
     by ``cancel``; its pages are free from then on."""
 
-    def __init__(self, group: Group, settings: EngineSettings) -> None:
+    def __init__(self, group: Group, settings: EngineSettings, tier: Tier | None = None) -> None:
+        """``tier``: behind the group's pages; it is the caller's to close."""
         self.max_request_tokens = min(settings.max_context_tokens, group.num_blocks * settings.block_tokens)
         self._group = group
         self._settings = settings
-        self._scheduler = Scheduler(group.num_blocks, settings)
+        self._scheduler = Scheduler(group.num_blocks, settings, tier if settings.prefix_cache else None)
+        self._tier = tier
         self._meter = Meter()
         self._last_submit: dict[str, int] = {}
         self._consistent = True
+        self._idle = True
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -102,11 +114,31 @@ class Engine:
                 raise
             self._scheduler.commit(plan, result)
             self._meter.record(plan, result, self._scheduler.totals.requests_finished)
+            self._observe_prefill(plan, result)
+        self._idle = plan is None
         return self._scheduler.take_outputs()
 
     def _tokens_beside_decodes(self) -> int | None:
         target = self._settings.step_target_s
         return None if target is None else self._meter.step_times.tokens_within(target)
+
+    def _observe_prefill(self, plan: StepPlan, result: StepResult) -> None:
+        if self._tier is None or plan.num_tokens < max(4 * len(plan.draws), REPRESENTATIVE_TOKENS):
+            return
+        lengths = np.diff(plan.row_starts)
+        depth = int(np.average(plan.num_computed + lengths / 2, weights=lengths))
+        self._tier.observe_prefill(plan.num_tokens, depth, result.forward_s)
+
+    @property
+    def waits_for_tier(self) -> bool:
+        """Whether the last step found nothing to compute, and the tier has still something to say."""
+        prefetcher = self._scheduler.prefetcher
+        return self._idle and prefetcher is not None and prefetcher.is_waiting
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call ``wake``, from any thread, when it is worth to step again."""
+        if self._tier is not None:
+            self._tier.listen(wake)
 
     @property
     def has_work(self) -> bool:
@@ -120,6 +152,10 @@ class Engine:
             hint = self._meter.retry_after_ms(waiting)
             message = f"{waiting} requests wait here already; try again in {hint} ms"
             raise Overloaded(message, retry_after_ms=hint, field="max_waiting", value=waiting, limit=limit)
+
+    def tier_load(self) -> TierLoad | None:
+        """Of the tier, which goes on while the engine rests; from any thread."""
+        return self._tier.load() if self._tier is not None else None
 
     def failure(self) -> str | None:
         """Why the group can compute no more, where it knows before a step does; from any thread."""
@@ -166,7 +202,10 @@ class Engine:
             preemptions=totals.preemptions,
             prompt_tokens=totals.prompt_tokens,
             cached_prompt_tokens=totals.cached_prompt_tokens,
+            tier_prompt_tokens=totals.tier_prompt_tokens,
             output_tokens=totals.output_tokens,
+            tier=self.tier_load(),
+            prefetches=replace(scheduler.prefetcher.totals) if scheduler.prefetcher is not None else PrefetchTotals(),
         )
 
     def check(self) -> None:

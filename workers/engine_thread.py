@@ -27,11 +27,15 @@ from workers.request import Failed, Finished, Output, Request, RequestKey
 
 if TYPE_CHECKING:
     from workers.engine import CacheEvents, Engine, Load
+    from workers.tier import TierLoad
 
 _log = get_logger("engine")
 
 _IDLE_WAKE_S = 1.0
 """An idle thread looks up this often, so that no lost wake-up can put it to sleep for good."""
+
+_TIER_WAKE_S = 0.005
+"""While requests only wait for the tier: it wakes the thread, but a deadline does not."""
 
 _MAX_REPORTS = 16
 """Reports that the event loop may be behind. Then steps wait for it: tokens that nobody sends would only pile up."""
@@ -99,6 +103,7 @@ class EngineThread:
         self._inbox: deque[Callable[[], None]] = deque()  # in the order of asking
         self._queued: set[RequestKey] = set()  # submits in the inbox
         self._stopping = False
+        self._tier_spoke = False
         # Below: written by the engine's thread alone. Others read single attributes, which needs no lock.
         self._open: dict[RequestKey, int] = {}  # samples that have not ended yet
         self._taken_in: dict[str, int] = {}  # since the last report
@@ -144,6 +149,10 @@ class EngineThread:
             self._engine.failure() if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
         )
         return Heartbeat(self._steps, busy, max(0.0, age) if busy else 0.0, failure, self._pool_consistent)
+
+    def tier_load(self) -> TierLoad | None:
+        """Of the tier behind the engine's pages, now."""
+        return self._engine.tier_load()
 
     def start(self) -> None:
         """Begin. The loop that was given must be running by then."""
@@ -197,10 +206,14 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._set_up()
+            self._engine.listen(self._hear_tier)
             while not self._stopping:
                 asked = self._take_inbox()
                 if self._engine.has_work:
                     self._step()
+                    if self._engine.waits_for_tier and not (asked or self._pending or self._snapshots):
+                        self._await_tier()
+                        continue
                 elif not asked and not self._snapshots:
                     self._rest()
                     continue
@@ -238,6 +251,18 @@ class EngineThread:
         with self._wake:
             if not self._inbox and not self._stopping:
                 self._wake.wait(_IDLE_WAKE_S)
+
+    def _await_tier(self) -> None:
+        with self._wake:
+            if not self._inbox and not self._stopping and not self._tier_spoke:
+                self._wake.wait(_TIER_WAKE_S)
+            self._tier_spoke = False
+
+    def _hear_tier(self) -> None:
+        # From any thread.
+        with self._wake:
+            self._tier_spoke = True
+            self._wake.notify()
 
     def _check(self) -> None:
         self._checked = True

@@ -12,16 +12,15 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.blocks import Namespace
 from cluster.config import ClusterConfig, load
 from cluster.errors import ConfigError, QuireError
 from cluster.membership import GroupRecord, Registry
-from cluster.models import ModelFiles, resolve, tokenizer_digest, weights_digest
+from cluster.models import resolve
 from cluster.pb import worker_pb2
 from cluster.rpc import WORKER_PROTOCOL_VERSION, join_host_port
 from cluster.telemetry import get_logger, setup_logging
@@ -32,14 +31,8 @@ from workers.rank_start import use_threads
 from workers.server import GroupServer
 
 if TYPE_CHECKING:
-    import torch
-
     from workers.engine import Engine
     from workers.group import Group
-    from workers.model.config import ModelConfig
-
-CHUNK_TOKENS = 256
-"""Tokens of a chunk of the Redis tier. In the namespace from the start, so that the tier can join without a change."""
 
 _log = get_logger("leader")
 
@@ -50,6 +43,7 @@ class _Built:
 
     group: Group
     engine: Engine
+    close: Callable[[], None]
     model: str
     namespace: str
     device: str
@@ -118,7 +112,7 @@ class Leader:
         if self._registry is not None:
             await self._registry.close()
         await self._server.stop()
-        self._built.group.close()
+        await asyncio.to_thread(self._built.close)
 
     def _hello(self) -> worker_pb2.GroupHello:
         engine, built = self._config.engine, self._built
@@ -198,6 +192,7 @@ def _token(config: ClusterConfig) -> str:
 def _build(config: ClusterConfig, listener: RankListener | None) -> _Built:
     from workers import assembly
     from workers.engine import Engine
+    from workers.identity import dtype_name, namespace
     from workers.rank_start import lead
 
     started = lead(config, listener)
@@ -205,38 +200,16 @@ def _build(config: ClusterConfig, listener: RankListener | None) -> _Built:
     files = resolve(config.model, name=config.model_name)
     return _Built(
         group=started.group,
-        engine=Engine(started.group, assembly.make_settings(config.engine, model.config)),
+        close=started.close,
+        engine=Engine(started.group, assembly.make_settings(config, model.config), started.tier),
         model=files.name,
-        namespace=_namespace(config, files, model.whole, _dtype_name(model.dtype)),
+        namespace=namespace(config, files, model.whole, model.dtype),
         device=str(model.device),
-        dtype=_dtype_name(model.dtype),
+        dtype=dtype_name(model.dtype),
         vocab_size=model.config.vocab_size,
         threads=started.threads,
         rank=RankFacts(0, os.getpid(), model.weight_bytes, started.runner.pages.nbytes, 0.0),
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _namespace(config: ClusterConfig, files: ModelFiles, model: ModelConfig, dtype: str) -> str:
-    return Namespace(
-        model=files.name,
-        weights_digest=weights_digest(files),
-        # Quantized files are computed in the compute dtype.
-        quantization="int8" if config.engine.weights == "int8" else "none",
-        compute_dtype=dtype,
-        kv_dtype=dtype,
-        tokenizer_digest=tokenizer_digest(files),
-        layers=model.layers,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        rope=model.rope_text,
-        attention=model.attention_text,
-        block_tokens=config.engine.block_tokens,
-        chunk_tokens=CHUNK_TOKENS,
-    ).digest()
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from workers.step_times import StepTimes
 _WEIGHT = 0.1
 """Of the newest step: the average follows a change within some twenty steps."""
 
-_REPRESENTATIVE_TOKENS = 64
+REPRESENTATIVE_TOKENS = 64
 """A prefill of fewer tokens takes as long as any step: it says nothing about the rate."""
 
 _RETRY_MS = (50, 60_000)
@@ -36,7 +36,7 @@ class Meter:
         self.step_times.record(plan.num_tokens, seconds)
         draws, tokens = len(plan.draws), plan.num_tokens
         # A mixed step's time cannot be divided fairly: it counts for what most of its tokens were.
-        if tokens >= max(2 * draws, _REPRESENTATIVE_TOKENS):
+        if tokens >= max(2 * draws, REPRESENTATIVE_TOKENS):
             self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, tokens / seconds)
         elif tokens < 2 * draws:
             self.decode_tokens_per_s = _average(self.decode_tokens_per_s, draws / seconds)

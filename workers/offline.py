@@ -106,7 +106,7 @@ class Offline:
     def engine(self, observe: Callable[[ExecutedStep], None] = lambda step: None) -> tuple[Engine, ObservedGroup]:
         """An empty engine; nothing of an earlier one is cached in it."""
         group = ObservedGroup(self.group, observe)
-        settings = assembly.make_settings(self.config, self.model.config)
+        settings = assembly.make_settings(ClusterConfig(engine=self.config), self.model.config)
         settings = replace(settings, max_waiting=max(settings.max_waiting, DEFAULT_WAITING))
         return Engine(group, settings), group
 

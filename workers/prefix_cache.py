@@ -6,6 +6,7 @@ domains, adapters or salts never meet.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from cluster.blocks import BlockHash, chain
@@ -51,7 +52,7 @@ class PrefixCache:
         Those of the last known token always are, so a full hit still computes one.
         """
         found: list[int] = []
-        for block_hash in self._usable_hashes(sequence):
+        for block_hash in self.usable_hashes(sequence):
             block = self._pool.lookup(block_hash)
             if block is None:
                 break
@@ -60,7 +61,7 @@ class PrefixCache:
 
     def awaited(self, sequence: Sequence, num_matched: int) -> BlockHash | None:
         """The first block that ``sequence`` lacks, when another running sequence is about to publish it."""
-        usable = self._usable_hashes(sequence)
+        usable = self.usable_hashes(sequence)
         if num_matched < len(usable) and usable[num_matched] in self._promised:
             return usable[num_matched]
         return None
@@ -71,12 +72,20 @@ class PrefixCache:
 
     def promise(self, sequence: Sequence) -> None:
         """A sequence begins to run: its full blocks that nobody has will come."""
-        for block_hash in sequence.hashes[sequence.num_published :]:
-            self._promised.setdefault(block_hash, sequence)
+        self.promise_blocks(sequence, sequence.hashes[sequence.num_published :])
 
     def withdraw(self, sequence: Sequence) -> None:
         """A sequence stops running: what it has not published will not come from it."""
-        for block_hash in sequence.hashes[sequence.num_published :]:
+        self.withdraw_blocks(sequence, sequence.hashes[sequence.num_published :])
+
+    def promise_blocks(self, sequence: Sequence, blocks: Iterable[BlockHash]) -> None:
+        """Blocks that come from elsewhere, for a sequence that waits for them; ``withdraw_blocks`` ends it."""
+        for block_hash in blocks:
+            self._promised.setdefault(block_hash, sequence)
+
+    def withdraw_blocks(self, sequence: Sequence, blocks: Iterable[BlockHash]) -> None:
+        """They have come, or will not."""
+        for block_hash in blocks:
             if self._promised.get(block_hash) is sequence:
                 del self._promised[block_hash]
 
@@ -107,14 +116,14 @@ class PrefixCache:
         for block in sequence.table.view(0, sequence.num_published).tolist():
             self._pool.retract(block)
 
-    def check(self, running: list[Sequence]) -> None:
-        """Every published block of a table is the pool's own, and only running sequences promise."""
+    def check(self, running: list[Sequence], fetching: list[Sequence]) -> None:
+        """Every published block of a table is the pool's own, and only who runs, or waits for a fetch, promises."""
         for sequence in running:
             table = sequence.table.view(0, sequence.num_published).tolist()
             if any(self._pool.hash_of(block) != sequence.hashes[i] for i, block in enumerate(table)):
                 raise InvariantViolation(f"a table names a page that does not hold its block: {table}")
-        if not all(sequence in running for sequence in self._promised.values()):
-            raise InvariantViolation("a sequence that does not run promises blocks")
+        if not all(sequence in running or sequence in fetching for sequence in self._promised.values()):
+            raise InvariantViolation("a sequence that neither runs nor fetches promises blocks")
 
     def _publish_one(self, sequence: Sequence, index: int) -> None:
         block_hash = sequence.hashes[index]
@@ -126,7 +135,8 @@ class PrefixCache:
             del self._promised[block_hash]
         sequence.num_published = index + 1
 
-    def _usable_hashes(self, sequence: Sequence) -> list[BlockHash]:
+    def usable_hashes(self, sequence: Sequence) -> list[BlockHash]:
+        """Of the full blocks that a sequence need not compute where they are found; none without a cache."""
         if not self._enabled:
             return []
         self._extend_hashes(sequence, sequence.num_known // self._block_tokens)

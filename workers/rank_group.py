@@ -24,6 +24,8 @@ from workers.collective import Collective, RanksParted
 from workers.plan import RankPlan, StepPlan, StepResult
 from workers.plan_wire import encode
 from workers.rank_wire import RANK_PROTOCOL_VERSION, Connection, Kind, number_of, proof
+from workers.tier import FetchOrder, Report, StoreOrder
+from workers.tier_wire import decode_report, encode_fetch, encode_store
 
 _log = get_logger("ranks")
 
@@ -65,6 +67,7 @@ class RankLink:
     progress: int = 0
     done: int = _NOTHING
     lost: str | None = None
+    on_report: Report = lambda report: None
 
     def listen(self, news: threading.Condition, on_lost: Callable[[], None]) -> None:
         """Take in what the rank says until it is lost."""
@@ -86,10 +89,31 @@ class RankLink:
             self.progress = number_of(body)
         elif kind == Kind.DONE:
             self.done = number_of(body)
+        elif kind == Kind.TRANSFERRED:
+            self.on_report(decode_report(body))
         elif kind == Kind.FAILED:
             self.lost = f"rank {self.rank} failed: {body.decode(errors='replace')}"
         else:
             raise ProtocolError(f"rank {self.rank} sent {kind.name}")
+
+
+class RemoteTransfers:
+    """Another rank's part in the tier, as the leader has it. Raises OSError where the rank is lost."""
+
+    def __init__(self, link: RankLink, report: Report) -> None:
+        self._connection = link.connection
+        link.on_report = report
+
+    def fetch(self, order: FetchOrder) -> None:
+        """See Transfers."""
+        self._connection.send(Kind.FETCH, encode_fetch(order))
+
+    def stage(self, order: StoreOrder) -> None:
+        """See Transfers: the rank takes it between the two steps that it is sent between."""
+        self._connection.send(Kind.STORE, encode_store(order))
+
+    def close(self) -> None:
+        """The rank closes its own."""
 
 
 class RankListener:

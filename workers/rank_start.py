@@ -6,31 +6,37 @@ the leader knows the number of pages that all have room for, and all compile and
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, GroupLost, ProtocolError, QuireError, from_reason
 from cluster.models import ModelFiles, hf_config, resolve, weights_digest
 from cluster.telemetry import get_logger
-from workers import assembly
+from workers import assembly, tier_start
 from workers.collective import Alone, Collective
 from workers.group import LocalGroup
 from workers.plan_wire import decode
-from workers.rank_group import JOIN_TIMEOUT_S, RankedGroup, RankLink, RankListener
+from workers.rank_group import JOIN_TIMEOUT_S, RankedGroup, RankLink, RankListener, RemoteTransfers
 from workers.rank_wire import RANK_PROTOCOL_VERSION, Connection, Kind, host_identity, proof
 from workers.sizing import pool_blocks
+from workers.tier import TransferReport, Transfers
+from workers.tier_wire import decode_fetch, decode_store, encode_report
 
 if TYPE_CHECKING:
     import torch
 
     from workers.group import Group
     from workers.model.llama import Model
+    from workers.prefix_tier import PrefixTier
     from workers.runner import Runner
     from workers.shared_memory import Region
 
@@ -48,6 +54,16 @@ class Started:
     model: Model
     threads: int
     """Of the leader's own rank."""
+    tier: PrefixTier | None = None
+    """Behind the group's pages."""
+    transfers: Transfers | None = None
+    """The leader's own end of it."""
+
+    def close(self) -> None:
+        """End the ranks and all threads. Nothing is executed any more. Idempotent."""
+        for part in (self.tier, self.transfers, self.group):
+            if part is not None:
+                part.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +86,7 @@ def lead(config: ClusterConfig, listener: RankListener | None, default_blocks: i
     if listener is None:
         model = _load(config, place, Alone())
         runner = assembly.make_runner(model, config.engine, _blocks(config, place, model, default_blocks))
-        return Started(LocalGroup(runner), runner, model, place.threads)
+        return _with_tier(config, place, Started(LocalGroup(runner), runner, model, place.threads), ())
     links: list[RankLink] = []
     try:
         links = listener.accept(config.tp)
@@ -111,7 +127,22 @@ def _lead_others(
     finally:
         if region is not None:
             region.close()
-    return Started(RankedGroup(runner, links, collective), runner, model, place.threads)
+    started = Started(RankedGroup(runner, links, collective), runner, model, place.threads)
+    return _with_tier(config, place, started, links)
+
+
+def _with_tier(config: ClusterConfig, place: _Place, started: Started, links: Sequence[RankLink]) -> Started:
+    """With the tier behind its pages, where there is one, at work."""
+    if not tier_start.has_tier(config):
+        return started
+    try:
+        tier = tier_start.make_tier(config, place.files, started.model)
+        own = tier_start.make_transfers(config, place.files, started.model, started.runner, partial(tier.report, 0))
+        tier.start([own, *(RemoteTransfers(link, partial(tier.report, link.rank)) for link in links)])
+    except BaseException:
+        started.close()
+        raise
+    return replace(started, tier=tier, transfers=own)
 
 
 def _meeting_place(
@@ -172,16 +203,19 @@ def follow(config: ClusterConfig, rank: int, connection: Connection) -> None:
     try:
         connection.send_json(Kind.HELLO, _greeting(config, rank, connection.expect(Kind.CHALLENGE, JOIN_TIMEOUT_S)))
         runner, collective = _join(config, rank, connection)
+        transfers = _transfers(config, runner, connection)
         beat = threading.Thread(
             target=_beat, args=(connection, runner, collective, beating, config.worker.heartbeat_ms / 1000), daemon=True
         )
         beat.start()
         try:
-            _compute(runner, connection)
+            _compute(runner, connection, transfers)
         finally:
             beating.set()
             beat.join()
             collective.close()
+            if transfers is not None:
+                transfers.close()
     except Exception as error:
         _tell_failure(connection, error)
         raise
@@ -236,16 +270,55 @@ def _join(config: ClusterConfig, rank: int, connection: Connection) -> tuple[Run
     return runner, collective
 
 
-def _compute(runner: Runner, connection: Connection) -> None:
+def _transfers(config: ClusterConfig, runner: Runner, connection: Connection) -> Transfers | None:
+    """This rank's end of the tier."""
+    if not tier_start.has_tier(config):
+        return None
+
+    def report(what: TransferReport) -> None:
+        with contextlib.suppress(OSError):  # the leader is gone, which others notice
+            connection.send(Kind.TRANSFERRED, encode_report(what))
+
+    files = resolve(config.model, name=config.model_name)
+    return tier_start.make_transfers(config, files, runner.model, runner, report)
+
+
+def _compute(runner: Runner, connection: Connection, transfers: Transfers | None) -> None:
+    """Do what the leader says, in the order of its saying; but what is to be read from the tier begins at once, also in
+    the middle of a step."""
+    orders: SimpleQueue[tuple[Kind, bytes] | Exception] = SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, orders, transfers), name="orders", daemon=True).start()
     while True:
-        kind, body = connection.receive(None)
+        order = orders.get()
+        if isinstance(order, Exception):
+            raise order
+        kind, body = order
         if kind == Kind.STOP:
             return
-        if kind != Kind.PLAN:
+        if kind == Kind.STORE and transfers is not None:
+            transfers.stage(decode_store(body))
+        elif kind == Kind.PLAN:
+            told = decode(body)
+            runner.follow(told)
+            connection.send_number(Kind.DONE, told.step)
+        else:
             raise ProtocolError(f"{kind.name} came where a plan was expected")
-        told = decode(body)
-        runner.follow(told)
-        connection.send_number(Kind.DONE, told.step)
+
+
+def _receive(
+    connection: Connection, orders: SimpleQueue[tuple[Kind, bytes] | Exception], transfers: Transfers | None
+) -> None:
+    try:
+        while True:
+            kind, body = connection.receive(None)
+            if kind == Kind.FETCH and transfers is not None:
+                transfers.fetch(decode_fetch(body))
+                continue
+            orders.put((kind, body))
+            if kind == Kind.STOP:
+                return
+    except Exception as error:  # noqa: BLE001 - the thread that computes ends by it
+        orders.put(error)
 
 
 def _beat(

@@ -50,6 +50,12 @@ class Kind(IntEnum):
     """Rank, all the time: a number that grows while it gets on."""
     STOP = 10
     """Leader: the end."""
+    FETCH = 11
+    """Leader: read chunks from the tier, as in workers/tier_wire.py; at any time, beside the steps."""
+    STORE = 12
+    """Leader: copy pages out and write them, in the order of the plans."""
+    TRANSFERRED = 13
+    """Rank: what became of a FETCH or STORE."""
 
 
 class Connection:

@@ -88,12 +88,24 @@ class PositionLogprobs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixUse:
+    """What became of a request's look into the tier behind the pages."""
+
+    decision: str  # as in proto PrefixUse
+    stored_tokens: int = 0
+    fetched_tokens: int = 0
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Admitted:
     """Told once per request, with its first output. cached + computed == prompt tokens."""
 
     cached_tokens: int
     queue_s: float
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    tier_tokens: int = 0  # of the cached ones, fetched for this request
+    prefix_use: PrefixUse | None = None  # None: the tier was not asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +116,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     preemptions: int
+    tier_tokens: int = 0  # of the cached ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,11 @@ from workers.admission import EngineSettings
 from workers.block_pool import BlockPool, InvariantViolation
 from workers.fair_queue import Fairness, FairQueue
 from workers.plan import MASK_EMPTY, NOT_FINITE, Int32, StepPlan, StepResult
+from workers.prefetch import Go, Prefetcher
 from workers.prefix_cache import Prefix, PrefixCache, fork
 from workers.request import Failed, Output, PositionLogprobs, Request, RequestKey
 from workers.sequence import RequestState, Sequence
+from workers.tier import Tier
 
 
 class Row(NamedTuple):
@@ -49,6 +51,7 @@ class Totals:
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
+    tier_prompt_tokens: int = 0  # of those, from the tier behind the pages
     output_tokens: int = 0
 
 
@@ -75,13 +78,26 @@ class _Budget:
 class Scheduler:
     """Owner of the pages, of the running and of the waiting sequences."""
 
-    def __init__(self, num_blocks: int, settings: EngineSettings) -> None:
+    def __init__(self, num_blocks: int, settings: EngineSettings, tier: Tier | None = None) -> None:
+        """``tier``: where prefixes may be that are in no page here."""
         self.pool = BlockPool(num_blocks)
         self.totals = Totals()
         self._settings = settings
         # More rows than tokens could not all progress in a step.
         self._max_running = min(settings.max_running, settings.max_batch_tokens)
         self._cache = PrefixCache(self.pool, settings.block_tokens, enabled=settings.prefix_cache)
+        self.prefetcher = (
+            Prefetcher(
+                tier,
+                self.pool,
+                self._cache,
+                block_tokens=settings.block_tokens,
+                deadline_s=settings.tier_deadline_s,
+                claim_wait_s=settings.claim_wait_s,
+            )
+            if tier is not None
+            else None
+        )
         self._fairness = Fairness()
         self._waiting = FairQueue(self._fairness)
         self._running: list[Sequence] = []  # by rank: the first is served first and preempted last
@@ -111,6 +127,8 @@ class Scheduler:
             push(sequence)
         for sequence in state.samples:
             self._end_if_due(sequence, (), ())  # a moved sample may have come to its end already
+        if self.prefetcher is not None and not state.ended:
+            self.prefetcher.begin(state, request.arrival)
 
     def cancel(self, key: RequestKey) -> None:
         """Forget a request: no output of it is taken any more. Unknown keys are ignored."""
@@ -149,6 +167,8 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise RuntimeError("a step is in flight; commit or abandon it first")
+        if self.prefetcher is not None:
+            self.prefetcher.advance(now)
         pages_lacked = self._make_room()
         budget = _Budget(self._tokens_of_step(tokens_beside_decodes))
         self._share(budget)
@@ -169,10 +189,11 @@ class Scheduler:
     def _share(self, budget: _Budget) -> None:
         """Running sequences: those that miss one token before those that miss many, so that no long prompt starves
         a decode; in each, the oldest first."""
-        for sequence in self._running:
+        ready = [sequence for sequence in self._running if self._lacks(sequence) <= 0]
+        for sequence in ready:
             if sequence.num_missing == 1:
                 budget.give(sequence)
-        for sequence in self._running:
+        for sequence in ready:
             if sequence.num_missing > 1:
                 budget.give(sequence)
 
@@ -180,15 +201,26 @@ class Scheduler:
         """Give every running sequence pages for all that it knows, oldest first; True when that preempted somebody.
 
         Pages come from the youngest. The oldest can take them from all others, and admission proved that it fits
-        alone: it always progresses, so preemption cannot go round in circles.
+        alone: it always progresses, so preemption cannot go round in circles. It waits for pages in transfer only, and
+        these have a deadline.
         """
         before = self.totals.preemptions
         for sequence in list(self._running):
             while sequence in self._running and self._lacks(sequence) > self.pool.available:
-                self._preempt(self._running[-1])
+                if not self._take_room():
+                    return True
             if sequence in self._running:
                 sequence.table.extend(self.pool.allocate(self._lacks(sequence)))
         return self.totals.preemptions > before
+
+    def _take_room(self) -> bool:
+        """Free some pages; False where the last one that runs can only wait."""
+        if self.prefetcher is not None and self.prefetcher.drop_holds():
+            return True
+        if len(self._running) == 1 and self.pool.in_transfer:
+            return False
+        self._preempt(self._running[-1])
+        return True
 
     def _lacks(self, sequence: Sequence) -> int:
         return -(-sequence.num_known // self._settings.block_tokens) - len(sequence.table)
@@ -213,6 +245,12 @@ class Scheduler:
                 return
             if sequence.awaits_sample or self._cache.is_promised(sequence.held_on):
                 continue
+            if self.prefetcher is not None:
+                go = self.prefetcher.go(sequence, now, spare=len(self._running))
+                if go == Go.NO_ROOM:
+                    return
+                if go == Go.WAIT:
+                    continue
             prefix = self._cache.match(sequence)
             forked = fork(sequence, self._settings.block_tokens)
             if forked is not None and forked.num_tokens > prefix.num_tokens:
@@ -240,6 +278,8 @@ class Scheduler:
         sequence.num_published = self._cache.count_published(sequence, len(prefix.pages))
         sequence.num_computed = prefix.num_tokens
         self._cache.promise(sequence)
+        if self.prefetcher is not None:
+            self.prefetcher.started(sequence)
         insort(self._running, sequence, key=_by_rank)
         self._account(sequence, now)
         return True
@@ -250,6 +290,7 @@ class Scheduler:
         if not state.admit(sequence.num_computed, now):
             return
         self.totals.cached_prompt_tokens += state.cached_tokens
+        self.totals.tier_prompt_tokens += state.tier_tokens
         self._fairness.charge(state.request.tenant, len(state.prompt) - state.cached_tokens, state.cached_tokens)
 
     # -- taking the answer -------------------------------------------------------------------------------------------
@@ -264,12 +305,19 @@ class Scheduler:
         for index, (sequence, count) in enumerate(rows):
             if not sequence.finished:
                 sequence.num_computed += count
-                # Whatever made NaN, in this step or one before, must not be found by others.
-                (self._cache.retract if index in broken else self._cache.publish)(sequence)
+                if index in broken:  # whatever made NaN, in this step or one before, must not be found by others
+                    self._cache.retract(sequence)
+                else:
+                    self._publish(sequence)
         for score, found in zip(plan.scores, result.scores, strict=True):
             self._take_scores(rows[score.row].sequence, found)
         for draw, token, logprobs in zip(plan.draws, result.tokens, result.logprobs, strict=True):
             self._append(rows[draw.row].sequence, token, logprobs)
+
+    def _publish(self, sequence: Sequence) -> None:
+        self._cache.publish(sequence)
+        if self.prefetcher is not None:
+            self.prefetcher.offer(sequence)
 
     def abandon(self, plan: StepPlan) -> None:
         """The step failed: nothing of it counts as computed, so it can be planned again."""
@@ -340,6 +388,8 @@ class Scheduler:
         del self._live[state.request.key]
         self._fairness.leave(state.request.tenant)
         self.totals.requests_finished += 1
+        if self.prefetcher is not None:
+            self.prefetcher.forget(state)
         for sequence in state.samples:
             self._finish(sequence)
         # They name it, as it does them: else prompts stay in memory until Python next looks for cycles.
@@ -370,8 +420,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request lives or an output waits to be taken."""
-        return bool(self._live or self._outputs)
+        """Whether a request lives, an output waits to be taken, or pages are in transfer."""
+        return bool(self._live or self._outputs or self.pool.in_transfer)
 
     def keys_of(self, owner: str) -> list[RequestKey]:
         """Live requests that came over one router's stream."""
@@ -411,8 +461,10 @@ class Scheduler:
         """Prove what must hold between steps. Raises InvariantViolation."""
         in_flight = [row.sequence for row in self._in_flight[1].rows] if self._in_flight else []
         ending = [sequence for sequence in in_flight if sequence.finished]
-        self.pool.check([sequence.table.view().tolist() for sequence in [*self._running, *ending]])
-        self._cache.check(self._running)
+        held = self.prefetcher.tables() if self.prefetcher is not None else []
+        fetching = self.prefetcher.fetching() if self.prefetcher is not None else []
+        self.pool.check([*(sequence.table.view().tolist() for sequence in [*self._running, *ending]), *held])
+        self._cache.check(self._running, fetching)
         alive = [s for state in self._live.values() for s in state.samples if not s.finished]
         placed = [*self._running, *self._waiting]
         if sorted(map(_by_rank, alive)) != sorted(map(_by_rank, placed)):

@@ -12,7 +12,7 @@ import numpy as np
 
 from cluster.blocks import BlockHash
 from workers.plan import Draw, Int32, Score
-from workers.request import Admitted, Finished, FinishReason, PositionLogprobs, Request, Usage
+from workers.request import Admitted, Finished, FinishReason, PositionLogprobs, PrefixUse, Request, Usage
 
 
 class Int32Buffer:
@@ -62,6 +62,8 @@ class RequestState:
         self.rank = (request.priority, request.arrival, serial)  # smaller runs first and is preempted last
         self.prompt: Int32 = np.array(request.prompt, dtype=np.int32)
         self.cached_tokens = 0  # of the prompt, at the first admission
+        self.tier_tokens = 0  # of those, fetched from the tier for this request
+        self.prefix_use: PrefixUse | None = None  # None: the tier was not asked
         self.admitted_at: float | None = None
         self.announced = False
         self.preemptions = 0
@@ -78,6 +80,8 @@ class RequestState:
             return False
         self.admitted_at = now
         self.cached_tokens = min(cached_tokens, len(self.prompt))
+        if self.prefix_use is not None:
+            self.tier_tokens = min(self.prefix_use.fetched_tokens, self.cached_tokens)
         return True
 
     @property
@@ -99,23 +103,25 @@ class RequestState:
         self.announced = True
         queued = max(0.0, self.admitted_at - self.request.arrival)
         told, self._prompt_logprobs = tuple(self._prompt_logprobs), []
-        return Admitted(self.cached_tokens, queued, told)
+        return Admitted(self.cached_tokens, queued, told, self.tier_tokens, self.prefix_use)
 
     def usage(self) -> Usage:
         """Of all samples so far."""
         completion = sum(len(sample.outputs) for sample in self.samples)
-        return Usage(len(self.prompt), completion, self.cached_tokens, self.preemptions)
+        return Usage(len(self.prompt), completion, self.cached_tokens, self.preemptions, self.tier_tokens)
 
 
 class Sequence:
     """One sample of a request."""
 
     __slots__ = (
+        "cut_off",
         "finished",
         "hashes",
         "held_on",
         "index",
         "num_computed",
+        "num_offered",
         "num_published",
         "outputs",
         "rank",
@@ -132,6 +138,8 @@ class Sequence:
         self.num_computed = 0
         self.hashes: list[BlockHash] = []  # of the full blocks of what is known; kept over preemption
         self.num_published = 0  # blocks of the table that are published
+        self.num_offered = 0  # chunks that the tier has, or was given
+        self.cut_off = False  # it took no more of them
         self.held_on: BlockHash | None = None  # the block that another sequence is computing for this one
         self.finished = False
 

@@ -11,6 +11,7 @@ import hmac
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc.aio
@@ -196,7 +197,7 @@ class GroupServer:
         stream.sent_load = self._news(stream)
         stream.load_time = self._thread.now()
         return to_load(
-            self._load,
+            replace(self._load, tier=self._thread.tier_load()),
             last_submit_sequence=stream.last_submit_sequence,
             draining=self._draining,
             pool_consistent=self._thread.heartbeat().pool_consistent,

@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
     """A chunk and the pages that hold it, or are to hold it."""
 
     hash: BlockHash
-    index: int  # in its chain; 0 holds the first tokens
+    number: int  # in its chain; 0 holds the first tokens
     pages: tuple[int, ...]
 
 
@@ -50,6 +50,26 @@ class Fetched:
 TierAnswer: TypeAlias = LookedUp | Fetched
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierLoad:
+    """Fields and units as in proto TierLoad."""
+
+    reads: str
+    writes: str
+    lookups: int
+    failed_reads: int
+    failed_writes: int
+    fetched_chunks: int
+    fetched_bytes: int
+    stored_chunks: int
+    stored_bytes: int
+    dropped_chunks: int
+    corrupt_chunks: int
+    unwritten_bytes: int
+    fetch_bytes_per_s: float
+    round_trip_ms: float
+
+
 class Tier(Protocol):
     """As the scheduler sees it. Nothing here waits; answers come with ``take_answers``, each order has one.
 
@@ -58,8 +78,9 @@ class Tier(Protocol):
 
     chunk_tokens: int
 
-    def look_up(self, ticket: int, hashes: Sequence[BlockHash], timeout_s: float) -> bool:
-        """Ask what is stored of consecutive chunks. False: not now, and no answer follows."""
+    def look_up(self, ticket: int, hashes: Sequence[BlockHash], first: int, timeout_s: float) -> bool:
+        """Ask what is stored of consecutive chunks, of which ``first`` is the first one's number. False: not now,
+        and no answer follows."""
         ...
 
     def decide(self, stored: int, first_token: int, prompt_tokens: int, budget_s: float) -> Decision:
@@ -85,6 +106,18 @@ class Tier(Protocol):
 
     def take_answers(self) -> list[TierAnswer]:
         """What has come since the last call."""
+        ...
+
+    def observe_prefill(self, tokens: int, depth: int, seconds: float) -> None:
+        """A step has computed so many tokens of prompts, at this depth on average."""
+        ...
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call ``wake``, from any thread, when an answer has come."""
+        ...
+
+    def load(self) -> TierLoad:
+        """Sums and averages since the tier began."""
         ...
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from cluster.blocks import WIRE_HASH_BYTES, BlockHash
@@ -23,6 +23,7 @@ from workers.request import (
     Logprob,
     Output,
     PositionLogprobs,
+    PrefixUse,
     Request,
     RequestKey,
     SamplingParams,
@@ -240,6 +241,19 @@ def to_load(
             )
             for one in ranks
         ],
+        tier=_to_tier(load) if load.tier is not None else None,
+        tier_prompt_tokens=load.tier_prompt_tokens,
+    )
+
+
+def _to_tier(load: Load) -> common_pb2.TierLoad:
+    use = load.prefetches
+    return common_pb2.TierLoad(
+        **(asdict(load.tier) if load.tier is not None else {}),
+        found_tokens=use.found_tokens,
+        fetched_tokens=use.fetched_tokens,
+        waited_ms=1000 * use.waited_s,
+        longest_wait_ms=1000 * use.longest_wait_s,
     )
 
 
@@ -250,9 +264,23 @@ def to_wire_hashes(hashes: Iterable[BlockHash]) -> list[bytes]:
 
 def _to_admitted(admitted: Admitted) -> worker_pb2.Admitted:
     return worker_pb2.Admitted(
-        cached_tokens=common_pb2.CachedTokens(group=admitted.cached_tokens),
+        cached_tokens=_to_cached(admitted.cached_tokens, admitted.tier_tokens),
         queue_ms=admitted.queue_s * 1000,
         prompt_logprobs=map(_to_position, admitted.prompt_logprobs),
+        prefix=_to_prefix_use(admitted.prefix_use) if admitted.prefix_use is not None else None,
+    )
+
+
+def _to_cached(tokens: int, from_tier: int) -> common_pb2.CachedTokens:
+    return common_pb2.CachedTokens(group=tokens - from_tier, redis=from_tier)
+
+
+def _to_prefix_use(use: PrefixUse) -> common_pb2.PrefixUse:
+    return common_pb2.PrefixUse(
+        decision=use.decision,
+        stored_tokens=use.stored_tokens,
+        fetched_tokens=use.fetched_tokens,
+        waited_ms=1000 * use.waited_s,
     )
 
 
@@ -260,7 +288,7 @@ def _to_usage(usage: Usage) -> common_pb2.Usage:
     return common_pb2.Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
-        cached_tokens=common_pb2.CachedTokens(group=usage.cached_tokens),
+        cached_tokens=_to_cached(usage.cached_tokens, usage.tier_tokens),
         preemptions=usage.preemptions,
     )
 

@@ -36,6 +36,8 @@ def local_cluster(config: ClusterConfig, interrupts: Interrupts) -> Iterator[Ser
             interrupts.check()
             if config.redis is None:
                 config = _with_redis(config, stack, steps)
+            if config.prefix.enabled and config.prefix.redis is None:
+                config = _with_kv_redis(config, stack, steps)
             serving = _start(config, interrupts, stack, steps)
         with interrupts.let_through():
             yield serving
@@ -46,6 +48,16 @@ def _with_redis(config: ClusterConfig, stack: contextlib.ExitStack, steps: Steps
 
     steps.begin("redis, embedded")
     return config.model_copy(update={"redis": stack.enter_context(EmbeddedRedis()).url})
+
+
+def _with_kv_redis(config: ClusterConfig, stack: contextlib.ExitStack, steps: Steps) -> ClusterConfig:
+    """A server of its own: this one evicts, which would be the end of leases and sessions in the other."""
+    from cluster.lifecycle import EmbeddedRedis
+
+    steps.begin("redis for the prefix cache, embedded")
+    server = EmbeddedRedis(maxmemory_bytes=config.prefix.memory_bytes, policy="allkeys-lru")
+    prefix = config.prefix.model_copy(update={"redis": stack.enter_context(server).url})
+    return config.model_copy(update={"prefix": prefix})
 
 
 def _start(config: ClusterConfig, interrupts: Interrupts, stack: contextlib.ExitStack, steps: Steps) -> Serving:

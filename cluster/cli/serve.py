@@ -34,6 +34,13 @@ class Weights(StrEnum):
     INT8 = "int8"
 
 
+class PrefixDType(StrEnum):
+    """Of KV blocks at rest in Redis."""
+
+    AUTO = "auto"
+    INT8 = "int8"
+
+
 class DType(StrEnum):
     """Of weights and KV."""
 
@@ -62,6 +69,15 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Public gRPC port; 0 picks a free one.")] = None,
     redis: Annotated[str | None, typer.Option(help="redis:// URL; without it an embedded server is started.")] = None,
+    prefix_redis: Annotated[
+        str | None, typer.Option(help="URL of the KV Redis of the prefix cache; without it one is started, too.")
+    ] = None,
+    prefix_tier: Annotated[
+        bool | None, typer.Option("--prefix-tier/--no-prefix-tier", help="Keep prefixes in Redis, for all groups.")
+    ] = None,
+    prefix_dtype: Annotated[
+        PrefixDType | None, typer.Option(help="int8: a quarter of float32 at rest; a little less exact.")
+    ] = None,
     api_keys: Annotated[Path | None, typer.Option(help="Key file made by `quire key`.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for KV pages of one group: 2GiB, 500MB, bytes.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any setting: --set engine.max_running=16")] = None,
@@ -80,6 +96,8 @@ def serve(
 
       quire serve --tp 2 --groups 2
 
+      quire serve --redis redis://control:6379 --prefix-redis redis://kv:6379
+
       quire serve --config cluster.yaml --set engine.max_running=64
     """
     from cluster.cli.interrupts import interruptible
@@ -92,6 +110,9 @@ def serve(
         "groups": groups,
         "tp": tp,
         "redis": redis,
+        "prefix.redis": prefix_redis,
+        "prefix.enabled": prefix_tier,
+        "prefix.dtype": prefix_dtype.value if prefix_dtype else None,
         "engine.device": device.value if device else None,
         "engine.dtype": dtype.value if dtype else None,
         "engine.weights": weights.value if weights else None,

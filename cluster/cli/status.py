@@ -66,7 +66,38 @@ def overview(cluster: Cluster) -> RenderableType:
     from rich.console import Group as Stacked
 
     several = [group for group in cluster.groups if group.tp > 1]
-    return Stacked(table(cluster), *([rank_table(several)] if several else []))
+    tiered = [group for group in cluster.groups if group.load.HasField("tier")]
+    return Stacked(
+        table(cluster),
+        *([rank_table(several)] if several else []),
+        *([tier_table(tiered)] if tiered else []),
+    )
+
+
+def tier_table(groups: Sequence[Group]) -> Table:
+    """One row per group: its tier in Redis."""
+    from rich.table import Table
+
+    from cluster.kv_arithmetic import format_size
+
+    grid = Table(box=None, padding=(0, 2, 0, 0))
+    grid.add_column("prefix tier", no_wrap=True)
+    for heading in ("reads", "writes", "fetched tok", "stored", "dropped", "corrupt", "/s", "ms"):
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for group in sorted(groups, key=lambda group: group.group_id):
+        tier = group.load.tier
+        grid.add_row(
+            group.group_id,
+            tier.reads,
+            tier.writes,
+            str(tier.fetched_tokens),
+            format_size(tier.stored_bytes),
+            str(tier.dropped_chunks),
+            str(tier.corrupt_chunks),
+            format_size(round(tier.fetch_bytes_per_s)),
+            f"{tier.round_trip_ms:.1f}",
+        )
+    return grid
 
 
 def rank_table(groups: Sequence[Group]) -> Table:

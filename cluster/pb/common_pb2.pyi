@@ -135,6 +135,58 @@ class DraftSettings(_message.Message):
     method: str
     def __init__(self, max_tokens: _Optional[int] = ..., method: _Optional[str] = ...) -> None: ...
 
+class PrefixUse(_message.Message):
+    __slots__ = ("decision", "stored_tokens", "fetched_tokens", "waited_ms")
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    STORED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_MS_FIELD_NUMBER: _ClassVar[int]
+    decision: str
+    stored_tokens: int
+    fetched_tokens: int
+    waited_ms: float
+    def __init__(self, decision: _Optional[str] = ..., stored_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., waited_ms: _Optional[float] = ...) -> None: ...
+
+class TierLoad(_message.Message):
+    __slots__ = ("reads", "writes", "lookups", "failed_reads", "failed_writes", "fetched_chunks", "fetched_bytes", "stored_chunks", "stored_bytes", "dropped_chunks", "corrupt_chunks", "unwritten_bytes", "fetch_bytes_per_s", "round_trip_ms", "found_tokens", "fetched_tokens", "waited_ms", "longest_wait_ms")
+    READS_FIELD_NUMBER: _ClassVar[int]
+    WRITES_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_READS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_WRITES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    UNWRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_MS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_MS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    reads: str
+    writes: str
+    lookups: int
+    failed_reads: int
+    failed_writes: int
+    fetched_chunks: int
+    fetched_bytes: int
+    stored_chunks: int
+    stored_bytes: int
+    dropped_chunks: int
+    corrupt_chunks: int
+    unwritten_bytes: int
+    fetch_bytes_per_s: float
+    round_trip_ms: float
+    found_tokens: int
+    fetched_tokens: int
+    waited_ms: float
+    longest_wait_ms: float
+    def __init__(self, reads: _Optional[str] = ..., writes: _Optional[str] = ..., lookups: _Optional[int] = ..., failed_reads: _Optional[int] = ..., failed_writes: _Optional[int] = ..., fetched_chunks: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., stored_chunks: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., dropped_chunks: _Optional[int] = ..., corrupt_chunks: _Optional[int] = ..., unwritten_bytes: _Optional[int] = ..., fetch_bytes_per_s: _Optional[float] = ..., round_trip_ms: _Optional[float] = ..., found_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., waited_ms: _Optional[float] = ..., longest_wait_ms: _Optional[float] = ...) -> None: ...
+
 class Rank(_message.Message):
     __slots__ = ("rank", "pid", "weight_bytes", "kv_bytes", "heartbeat_age_ms")
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -150,7 +202,7 @@ class Rank(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., heartbeat_age_ms: _Optional[float] = ...) -> None: ...
 
 class GroupLoad(_message.Message):
-    __slots__ = ("last_submit_sequence", "waiting_requests", "waiting_prefill_tokens", "running_requests", "free_blocks", "cached_blocks", "used_blocks", "in_transfer_blocks", "total_blocks", "prefill_tokens_per_s", "decode_tokens_per_s", "step_ms", "steps", "draining", "pool_consistent", "requests_finished", "preemptions", "prompt_tokens", "cached_prompt_tokens", "output_tokens", "waiting_sequences", "running_sequences", "ranks")
+    __slots__ = ("last_submit_sequence", "waiting_requests", "waiting_prefill_tokens", "running_requests", "free_blocks", "cached_blocks", "used_blocks", "in_transfer_blocks", "total_blocks", "prefill_tokens_per_s", "decode_tokens_per_s", "step_ms", "steps", "draining", "pool_consistent", "requests_finished", "preemptions", "prompt_tokens", "cached_prompt_tokens", "output_tokens", "waiting_sequences", "running_sequences", "ranks", "tier", "tier_prompt_tokens")
     LAST_SUBMIT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +226,8 @@ class GroupLoad(_message.Message):
     WAITING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    TIER_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     last_submit_sequence: int
     waiting_requests: int
     waiting_prefill_tokens: int
@@ -197,4 +251,6 @@ class GroupLoad(_message.Message):
     waiting_sequences: int
     running_sequences: int
     ranks: _containers.RepeatedCompositeFieldContainer[Rank]
-    def __init__(self, last_submit_sequence: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., in_transfer_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., draining: _Optional[bool] = ..., pool_consistent: _Optional[bool] = ..., requests_finished: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., running_sequences: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ...) -> None: ...
+    tier: TierLoad
+    tier_prompt_tokens: int
+    def __init__(self, last_submit_sequence: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., in_transfer_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., draining: _Optional[bool] = ..., pool_consistent: _Optional[bool] = ..., requests_finished: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., running_sequences: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., tier: _Optional[_Union[TierLoad, _Mapping]] = ..., tier_prompt_tokens: _Optional[int] = ...) -> None: ...

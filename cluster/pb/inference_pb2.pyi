@@ -91,7 +91,7 @@ class GenerateEvent(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "group_id", "incarnation", "prompt_tokens", "cached_tokens", "queue_ms", "seed", "routing", "prompt_logprobs")
+    __slots__ = ("request_id", "group_id", "incarnation", "prompt_tokens", "cached_tokens", "queue_ms", "seed", "routing", "prompt_logprobs", "prefix")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class Started(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     ROUTING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     group_id: str
     incarnation: str
@@ -110,7 +111,8 @@ class Started(_message.Message):
     seed: int
     routing: RoutingReason
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., group_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Union[_common_pb2.CachedTokens, _Mapping]] = ..., queue_ms: _Optional[float] = ..., seed: _Optional[int] = ..., routing: _Optional[_Union[RoutingReason, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
+    prefix: _common_pb2.PrefixUse
+    def __init__(self, request_id: _Optional[str] = ..., group_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Union[_common_pb2.CachedTokens, _Mapping]] = ..., queue_ms: _Optional[float] = ..., seed: _Optional[int] = ..., routing: _Optional[_Union[RoutingReason, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., prefix: _Optional[_Union[_common_pb2.PrefixUse, _Mapping]] = ...) -> None: ...
 
 class RoutingReason(_message.Message):
     __slots__ = ("predicted_ttft_ms", "expected_cached_tokens", "candidates", "decision")

@@ -152,14 +152,16 @@ class SequenceDelta(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., finished: _Optional[_Union[SampleEnd, _Mapping]] = ..., failed: _Optional[_Union[RequestFailed, _Mapping]] = ...) -> None: ...
 
 class Admitted(_message.Message):
-    __slots__ = ("cached_tokens", "queue_ms", "prompt_logprobs")
+    __slots__ = ("cached_tokens", "queue_ms", "prompt_logprobs", "prefix")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: _common_pb2.CachedTokens
     queue_ms: float
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
-    def __init__(self, cached_tokens: _Optional[_Union[_common_pb2.CachedTokens, _Mapping]] = ..., queue_ms: _Optional[float] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
+    prefix: _common_pb2.PrefixUse
+    def __init__(self, cached_tokens: _Optional[_Union[_common_pb2.CachedTokens, _Mapping]] = ..., queue_ms: _Optional[float] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., prefix: _Optional[_Union[_common_pb2.PrefixUse, _Mapping]] = ...) -> None: ...
 
 class SampleEnd(_message.Message):
     __slots__ = ("reason", "stop_token_id", "usage")

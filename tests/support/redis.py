@@ -19,8 +19,10 @@ from cluster.lifecycle import dies_with_parent, find_redis_server, free_port, te
 class RedisServer:
     """One server at one port. ``start`` after ``kill`` brings an empty one back at the same port."""
 
-    def __init__(self) -> None:
+    def __init__(self, *options: str) -> None:
+        """``options``: more of redis-server's, as on its command line."""
         self.port = free_port()
+        self._options = options
         self._folder = tempfile.mkdtemp(prefix="quire-test-redis-")
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -32,7 +34,7 @@ class RedisServer:
         """Return when it answers."""
         argv = [str(find_redis_server()), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
         self._process = subprocess.Popen(
-            dies_with_parent([*argv, "--appendonly", "no", "--dir", self._folder]),
+            dies_with_parent([*argv, "--appendonly", "no", "--dir", self._folder, *self._options]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
@@ -74,9 +76,9 @@ class RedisServer:
 
 
 @contextmanager
-def running_redis() -> Iterator[RedisServer]:
+def running_redis(*options: str) -> Iterator[RedisServer]:
     """A server on a free port, ended with the context."""
-    server = RedisServer()
+    server = RedisServer(*options)
     try:
         server.start()
         yield server

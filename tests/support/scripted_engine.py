@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.blocks import BlockHash
@@ -36,7 +36,9 @@ class ScriptedLoad:
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
+    tier_prompt_tokens: int = 0
     output_tokens: int = 0
+    tier: None = None
 
 
 @dataclass
@@ -136,6 +138,14 @@ class ScriptedEngine:
             used_blocks=sum(map(self.done.__getitem__, self.requests)),
             steps=self.steps,
         )
+
+    waits_for_tier = False
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """It has no tier."""
+
+    def tier_load(self) -> None:
+        return None
 
     def failure(self) -> str | None:
         return self.lost

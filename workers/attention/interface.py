@@ -109,7 +109,8 @@ def _owned(plan: RankPlan) -> RankPlan:
 
 
 class KVPages:
-    """The keys and values of every layer: ``[num_blocks, kv_heads, block_tokens, head_dim]`` each, allocated once.
+    """The keys and values of every layer: ``[num_blocks, kv_heads, block_tokens, head_dim]`` each, allocated once, and
+    together: ``whole`` is ``[layers, 2, num_blocks, kv_heads, block_tokens, head_dim]``.
 
     Head-major inside a page, so that one head's slots are one run of memory, for a kernel as for a rank's share.
     """
@@ -117,14 +118,15 @@ class KVPages:
     def __init__(self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         """Raises OutOfMemory. Pages start as zeros: a slot that was never written must not hold a NaN."""
         try:
-            self.keys = [_zeros(shape, dtype, device) for _ in range(layers)]
-            self.values = [_zeros(shape, dtype, device) for _ in range(layers)]
+            self.whole = _zeros((layers, 2, *shape), dtype, device)
         except (MemoryError, RuntimeError) as error:  # torch.cuda.OutOfMemoryError is a RuntimeError
             size = 2 * layers * int(np.prod(shape)) * dtype.itemsize
             raise OutOfMemory(
                 f"no memory for KV pages of {size:,} bytes on {device}; set engine.kv_memory_bytes to less",
                 bytes=size,
             ) from error
+        self.keys = [self.whole[layer, 0] for layer in range(layers)]
+        self.values = [self.whole[layer, 1] for layer in range(layers)]
 
     @property
     def num_blocks(self) -> int:
@@ -139,7 +141,7 @@ class KVPages:
     @property
     def nbytes(self) -> int:
         """Of all pages of all layers."""
-        return sum(pages.nbytes for pages in (*self.keys, *self.values))
+        return self.whole.nbytes
 
     def copy(self, copies: Int32) -> None:
         """Copy whole pages, ``[C, 2]`` of (from, to), as if all were read before any is written."""

@@ -1,0 +1,113 @@
+"""Fetch or compute? Measured, and decided for each request. Pure; times are seconds.
+
+Fetching takes a round trip and bytes over a measured bandwidth. Computing takes longer the deeper a token stands, since
+it attends to all before it: seconds per token = base + slope * depth, learned from the steps that were run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_WEIGHT = 0.2
+"""Of the newest measurement of the link."""
+
+_PREFILL_WEIGHT = 0.1
+_SPREAD = 64.0
+"""Tokens of depth that steps must differ by before a slope is read from them."""
+
+
+class Decision(NamedTuple):
+    """``chunks`` are worth fetching, from the first on."""
+
+    chunks: int
+    fetch_s: float  # predicted, of these chunks
+    compute_s: float  # predicted, of all tokens behind them
+    reason: str  # "fetch", "nothing_stored", "compute_is_faster", "deadline"
+
+
+class CostModel:
+    """Not thread-safe. Unmeasured things are taken for good: the first try measures them."""
+
+    def __init__(self) -> None:
+        self.round_trip_s = 0.0
+        self.fetch_bytes_per_s = 0.0
+        self._depth = self._each = self._variance = self._covariance = 0.0
+        self._slope = 0.0
+        self._has_prefill = False
+
+    def observe_fetch(self, size: int, seconds: float) -> None:
+        """So many bytes came in so long, the round trip included."""
+        net_s = max(seconds - self.round_trip_s, seconds / 10, 1e-9)
+        # Time, not speed, is averaged: one slow fetch weighs what it costs.
+        rate = size / net_s
+        old = self.fetch_bytes_per_s
+        self.fetch_bytes_per_s = rate if not old else 1 / ((1 - _WEIGHT) / old + _WEIGHT / rate)
+
+    def observe_round_trip(self, seconds: float) -> None:
+        """Of a question of a few bytes."""
+        self.round_trip_s = seconds if not self.round_trip_s else _average(self.round_trip_s, seconds, _WEIGHT)
+
+    def observe_prefill(self, tokens: int, depth: int, seconds: float) -> None:
+        """A step computed so many tokens of prompts, at this depth on average."""
+        each = seconds / max(1, tokens)
+        if not self._has_prefill:
+            self._has_prefill, self._depth, self._each = True, float(depth), each
+            return
+        deeper, longer = depth - self._depth, each - self._each
+        self._depth += _PREFILL_WEIGHT * deeper
+        self._each += _PREFILL_WEIGHT * longer
+        self._variance = (1 - _PREFILL_WEIGHT) * (self._variance + _PREFILL_WEIGHT * deeper * deeper)
+        self._covariance = (1 - _PREFILL_WEIGHT) * (self._covariance + _PREFILL_WEIGHT * deeper * longer)
+        if self._variance >= _SPREAD**2:
+            # A slope beyond this would make the first token of a prompt cost nothing: it is noise.
+            self._slope = min(max(0.0, self._covariance / self._variance), self._each / max(1.0, self._depth))
+
+    def compute_s(self, first: int, end: int) -> float:
+        """Of tokens [first, end) of a prompt; 0 before anything was measured."""
+        if not self._has_prefill or end <= first:
+            return 0.0
+        middle = (first + end) / 2
+        return (end - first) * max(0.0, self._each + self._slope * (middle - self._depth))
+
+    def fetch_s(self, size: int) -> float:
+        """Of so many bytes."""
+        if not size:
+            return 0.0
+        return self.round_trip_s + (size / self.fetch_bytes_per_s if self.fetch_bytes_per_s else 0.0)
+
+    def decide(
+        self,
+        *,
+        stored_chunks: int,
+        first_token: int,
+        prompt_tokens: int,
+        chunk_tokens: int,
+        bytes_per_chunk: int,
+        budget_s: float,
+    ) -> Decision:
+        """How many chunks, of which the first begins at ``first_token``, make the whole prompt's time least, and come
+        within ``budget_s``. At least one token is computed."""
+        whole_s = self.compute_s(first_token, prompt_tokens)
+        if stored_chunks <= 0:
+            return Decision(0, 0.0, whole_s, "nothing_stored")
+        usable = min(stored_chunks, (prompt_tokens - 1 - first_token) // chunk_tokens)
+        affordable = self._affordable(max(0, usable), bytes_per_chunk, budget_s)
+        if not affordable:
+            return Decision(0, 0.0, whole_s, "deadline")
+        # The time is concave in the number of chunks, since deeper ones save more: it is least at an end.
+        fetch_s = self.fetch_s(affordable * bytes_per_chunk)
+        rest_s = self.compute_s(first_token + affordable * chunk_tokens, prompt_tokens)
+        if self._has_prefill and fetch_s + rest_s >= whole_s:
+            return Decision(0, 0.0, whole_s, "compute_is_faster")
+        return Decision(affordable, fetch_s, rest_s, "fetch")
+
+    def _affordable(self, stored: int, bytes_per_chunk: int, budget_s: float) -> int:
+        if budget_s <= self.round_trip_s:
+            return 0
+        if not self.fetch_bytes_per_s:
+            return stored
+        return min(stored, int((budget_s - self.round_trip_s) * self.fetch_bytes_per_s / bytes_per_chunk))
+
+
+def _average(old: float, new: float, weight: float) -> float:
+    return old + weight * (new - old)
