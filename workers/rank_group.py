@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import math
 import secrets
 import socket
 import threading
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cluster.errors import ConfigError, GroupLost, ProtocolError
+from cluster.errors import ConfigError, GroupLost, ProtocolError, QuireError, from_reason
 from cluster.rpc import join_host_port
 from cluster.telemetry import get_logger
 from workers.collective import Collective, RanksParted
@@ -38,6 +39,12 @@ _STOP_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 600.0
 """Who watches over the group sees much sooner that nothing gets on."""
 
+START_SILENCE_S = 60.0
+"""A rank that is compiling or loading still sends a beat now and then."""
+
+_WATCH_S = 0.5
+
+TRIAL_STEP = -1
 _NOTHING = -2
 """Less than any step."""
 
@@ -67,6 +74,9 @@ class RankLink:
     progress: int = 0
     done: int = _NOTHING
     lost: str | None = None
+    lost_at: float = math.inf
+    said: str = ""
+    """Why it has failed, in its own words."""
     on_report: Report = lambda report: None
 
     def listen(self, news: threading.Condition, on_lost: Callable[[], None]) -> None:
@@ -79,7 +89,7 @@ class RankLink:
                     news.notify_all()
         except (EOFError, OSError, ProtocolError) as error:
             with news:
-                self.lost = self.lost or f"rank {self.rank} is gone: {error}"
+                self.lose(f"rank {self.rank} is gone: {error}")
                 news.notify_all()
         on_lost()
 
@@ -92,9 +102,15 @@ class RankLink:
         elif kind == Kind.TRANSFERRED:
             self.on_report(decode_report(body))
         elif kind == Kind.FAILED:
-            self.lost = f"rank {self.rank} failed: {body.decode(errors='replace')}"
+            self.said = body.decode(errors="replace")
+            self.lose(f"rank {self.rank} failed: {self.said}")
         else:
             raise ProtocolError(f"rank {self.rank} sent {kind.name}")
+
+    def lose(self, why: str) -> None:
+        """Note the first cause. Under the lock of ``listen``'s news."""
+        if self.lost is None:
+            self.lost, self.lost_at = why, time.monotonic()
 
 
 class RemoteTransfers:
@@ -114,6 +130,14 @@ class RemoteTransfers:
 
     def close(self) -> None:
         """The rank closes its own."""
+
+
+def start_error(rank: int, said: str) -> QuireError:
+    """What a rank could not start with, from its own words."""
+    reason, _, message = said.partition(": ")
+    if reason.isupper():
+        return from_reason(reason, f"rank {rank}: {message}")
+    return GroupLost(f"rank {rank} was lost while it started: {said}")
 
 
 class RankListener:
@@ -199,18 +223,59 @@ class LeadingRunner(Protocol):
 
 
 class RankedGroup:
-    """See Group. ``links``: ranks that have computed the trial step."""
+    """See Group. It listens to its ranks from the beginning: one that is lost ends the trial step too, in which the
+    leader's thread waits for the others inside compiled code. ``begin`` it with the leader's runner."""
 
-    def __init__(self, runner: LeadingRunner, links: Sequence[RankLink], collective: Collective) -> None:
-        self._runner: LeadingRunner | None = runner
+    def __init__(self, links: Sequence[RankLink], collective: Collective, num_blocks: int) -> None:
+        self._runner: LeadingRunner | None = None
         self._links = tuple(links)
         self._collective = collective
         self._news = threading.Condition()
         self._closing = False
-        self.num_blocks = runner.num_blocks
+        self.num_blocks = num_blocks
         for link in self._links:
             name = f"rank {link.rank}"
+            link.heard_at = time.monotonic()
             threading.Thread(target=link.listen, args=(self._news, self._on_lost), name=name, daemon=True).start()
+
+    def begin(self, make_runner: Callable[[], LeadingRunner], silence_s: float = START_SILENCE_S) -> None:
+        """Make the leader's runner, whose trial step all ranks compute together. None may be silent for longer than
+        ``silence_s`` meanwhile.
+
+        Raises what the leader or a rank could not start with, or GroupLost.
+        """
+        begun = threading.Event()
+        threading.Thread(target=self._watch_silence, args=(begun, silence_s), name="start watch", daemon=True).start()
+        try:
+            runner = make_runner()
+        except RanksParted as error:
+            self._wait(lambda: self.failure() is not None, _CAUSE_TIMEOUT_S)
+            raise self._start_error() or GroupLost(str(error)) from error
+        finally:
+            begun.set()
+        self._wait(lambda: all(link.done == TRIAL_STEP or link.lost for link in self._links), JOIN_TIMEOUT_S)
+        if (lost := self._start_error()) is not None:
+            raise lost
+        if late := [link.rank for link in self._links if link.done != TRIAL_STEP]:
+            raise GroupLost(f"ranks {late} did not end their trial step within {JOIN_TIMEOUT_S:.0f} s")
+        self._runner = runner
+
+    def _watch_silence(self, begun: threading.Event, silence_s: float) -> None:
+        while not begun.wait(_WATCH_S):
+            for link in self._links:
+                silent_s = time.monotonic() - link.heard_at
+                if link.lost is None and silent_s > silence_s:
+                    with self._news:
+                        link.lose(f"rank {link.rank} has been silent for {silent_s:.0f} s")
+                        self._news.notify_all()
+                    link.connection.close()
+
+    def _start_error(self) -> QuireError | None:
+        lost = [link for link in self._links if link.lost]
+        if not lost:
+            return None
+        first = min(lost, key=lambda link: link.lost_at)
+        return start_error(first.rank, first.said) if first.said else GroupLost(str(first.lost))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See Group. Raises GroupLost once a rank is lost, with what it said."""
@@ -235,7 +300,7 @@ class RankedGroup:
 
     def failure(self) -> str | None:
         """Why nothing can be computed any more; from any thread."""
-        return next((link.lost for link in self._links if link.lost), None)
+        return min(self._links, key=lambda link: link.lost_at).lost  # the first: others fail because of it
 
     def progress(self) -> int:
         """See Group."""
@@ -251,7 +316,7 @@ class RankedGroup:
 
     def close(self) -> None:
         """Tell the ranks to end, and wait a little for it. Idempotent."""
-        if self._runner is None:
+        if self._closing:
             return
         self._runner, self._closing = None, True
         for link in self._links:

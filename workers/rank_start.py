@@ -18,14 +18,22 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from cluster.config import ClusterConfig
-from cluster.errors import ConfigError, GroupLost, ProtocolError, QuireError, from_reason
+from cluster.errors import ConfigError, ProtocolError, QuireError
 from cluster.models import ModelFiles, hf_config, resolve, weights_digest
 from cluster.telemetry import get_logger
 from workers import assembly, tier_start
 from workers.collective import Alone, Collective
 from workers.group import LocalGroup
 from workers.plan_wire import decode
-from workers.rank_group import JOIN_TIMEOUT_S, RankedGroup, RankLink, RankListener, RemoteTransfers
+from workers.rank_group import (
+    JOIN_TIMEOUT_S,
+    TRIAL_STEP,
+    RankedGroup,
+    RankLink,
+    RankListener,
+    RemoteTransfers,
+    start_error,
+)
 from workers.rank_wire import RANK_PROTOCOL_VERSION, Connection, Kind, host_identity, proof
 from workers.sizing import pool_blocks
 from workers.tier import TransferReport, Transfers
@@ -41,8 +49,6 @@ if TYPE_CHECKING:
     from workers.shared_memory import Region
 
 _log = get_logger("ranks")
-
-TRIAL_STEP = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +119,19 @@ def _lead_others(
             blocks.append(ready["blocks"])
             threads.append(ready["threads"])
             link.weight_bytes = ready["weight_bytes"]
+            link.kv_bytes = ready["page_bytes"]  # of one, so far
         _tell_threads(collective, sum(threads))
         for link in links:
+            link.kv_bytes *= min(blocks)
             link.connection.send_json(Kind.START, {"blocks": min(blocks), "threads": sum(threads)})
-        runner = assembly.make_runner(model, config.engine, min(blocks))
-        for link in links:
-            link.kv_bytes = _heard(link, Kind.DONE)["kv_bytes"]
-            link.done = TRIAL_STEP
+        group = RankedGroup(links, collective, min(blocks))
+        runners: list[Runner] = []
+
+        def make_runner() -> Runner:
+            runners.append(assembly.make_runner(model, config.engine, min(blocks)))
+            return runners[0]
+
+        group.begin(make_runner)
     except BaseException:
         collective.abort()
         collective.close()
@@ -127,8 +139,7 @@ def _lead_others(
     finally:
         if region is not None:
             region.close()
-    started = Started(RankedGroup(runner, links, collective), runner, model, place.threads)
-    return _with_tier(config, place, started, links)
+    return _with_tier(config, place, Started(group, runners[0], model, place.threads), links)
 
 
 def _with_tier(config: ClusterConfig, place: _Place, started: Started, links: Sequence[RankLink]) -> Started:
@@ -154,9 +165,13 @@ def _meeting_place(
 
         shape = _shape(config, place.files)
         region = Region(shape)
-        for link in links:
-            link.connection.send_json(Kind.WELCOME, {"by": "memory", "path": region.path, "shape": asdict(shape)})
-        return SharedMemory(region.path, shape, 0), region
+        try:
+            for link in links:
+                link.connection.send_json(Kind.WELCOME, {"by": "memory", "path": region.path, "shape": asdict(shape)})
+            return SharedMemory(region.path, shape, 0), region
+        except BaseException:
+            region.close()
+            raise
     from workers.torch_collective import BackendName, TorchCollective, open_store
 
     backend: BackendName = "nccl" if place.device.type == "cuda" else "gloo"
@@ -182,15 +197,7 @@ def _heard(link: RankLink, kind: Kind) -> dict[str, Any]:
     try:
         return link.connection.expect_json(kind, JOIN_TIMEOUT_S)
     except (EOFError, OSError, ProtocolError) as error:
-        raise _start_error(link.rank, error) from error
-
-
-def _start_error(rank: int, error: Exception) -> QuireError:
-    text = str(error)
-    reason, _, message = text.partition(": ")
-    if isinstance(error, ProtocolError) and reason.isupper():
-        return from_reason(reason, f"rank {rank}: {message}")
-    return GroupLost(f"rank {rank} was lost while it started: {text}")
+        raise start_error(link.rank, str(error)) from error
 
 
 # -- the other ranks -------------------------------------------------------------------------------------------------
@@ -202,20 +209,22 @@ def follow(config: ClusterConfig, rank: int, connection: Connection) -> None:
     beating = threading.Event()
     try:
         connection.send_json(Kind.HELLO, _greeting(config, rank, connection.expect(Kind.CHALLENGE, JOIN_TIMEOUT_S)))
-        runner, collective = _join(config, rank, connection)
-        transfers = _transfers(config, runner, connection)
+        life = _Life()
         beat = threading.Thread(
-            target=_beat, args=(connection, runner, collective, beating, config.worker.heartbeat_ms / 1000), daemon=True
+            target=_beat, args=(connection, life, beating, config.worker.heartbeat_ms / 1000), daemon=True
         )
         beat.start()
         try:
-            _compute(runner, connection, transfers)
+            _join(config, rank, connection, life)
+            assert life.runner is not None
+            life.transfers = _transfers(config, life.runner, connection)
+            _compute(life.runner, connection, life.transfers)
         finally:
             beating.set()
             beat.join()
-            collective.close()
-            if transfers is not None:
-                transfers.close()
+            for part in (life.collective, life.transfers):
+                if part is not None:
+                    part.close()
     except Exception as error:
         _tell_failure(connection, error)
         raise
@@ -232,7 +241,16 @@ def _greeting(config: ClusterConfig, rank: int, challenge: bytes) -> dict[str, A
     }
 
 
-def _join(config: ClusterConfig, rank: int, connection: Connection) -> tuple[Runner, Collective]:
+@dataclass(slots=True)
+class _Life:
+    """What a rank has by now."""
+
+    collective: Collective | None = None
+    runner: Runner | None = None
+    transfers: Transfers | None = None
+
+
+def _join(config: ClusterConfig, rank: int, connection: Connection, life: _Life) -> None:
     place = _place(config)
     welcome = connection.expect_json(Kind.WELCOME, JOIN_TIMEOUT_S)
     collective: Collective
@@ -251,23 +269,24 @@ def _join(config: ClusterConfig, rank: int, connection: Connection) -> tuple[Run
 
         store = open_store(welcome["host"], config.tp, JOIN_TIMEOUT_S, welcome["port"])
         collective = TorchCollective(welcome["by"], store, rank, config.tp, JOIN_TIMEOUT_S)
+    life.collective = collective
     model = _load(config, place, collective)
     ready = {
         "blocks": _blocks(config, place, model, None),
         "threads": _threads_that_meet(place),
         "weight_bytes": model.weight_bytes,
+        "page_bytes": _page_bytes(config, model),
         "identity": _identity(config, place),
     }
     connection.send_json(Kind.READY, ready)
     start = connection.expect_json(Kind.START, JOIN_TIMEOUT_S)
     _tell_threads(collective, start["threads"])
     try:
-        runner = assembly.make_runner(model, config.engine, start["blocks"])
+        life.runner = assembly.make_runner(model, config.engine, start["blocks"])
     except BaseException:
         collective.abort()  # the others wait for us in the trial step
         raise
-    connection.send_json(Kind.DONE, {"kv_bytes": runner.pages.nbytes})
-    return runner, collective
+    connection.send_number(Kind.DONE, TRIAL_STEP)
 
 
 def _transfers(config: ClusterConfig, runner: Runner, connection: Connection) -> Transfers | None:
@@ -321,15 +340,14 @@ def _receive(
         orders.put(error)
 
 
-def _beat(
-    connection: Connection, runner: Runner, collective: Collective, done: threading.Event, period_s: float
-) -> None:
+def _beat(connection: Connection, life: _Life, done: threading.Event, period_s: float) -> None:
     """Say how far we are; and when nobody listens any more, let go of whoever waits for the leader in a step."""
     while not done.wait(period_s):
         try:
-            connection.send_number(Kind.BEAT, runner.progress())
+            connection.send_number(Kind.BEAT, life.runner.progress() if life.runner is not None else 0)
         except OSError:
-            collective.abort()
+            if life.collective is not None:
+                life.collective.abort()
             return
 
 
@@ -373,15 +391,13 @@ def _load(config: ClusterConfig, place: _Place, collective: Collective) -> Model
 
 
 def _blocks(config: ClusterConfig, place: _Place, model: Model, default: int | None) -> int:
-    from workers.runner import bytes_per_block
-
     engine = config.engine
     if default is not None and engine.kv_memory_bytes is None:
         return default
     on_cpu = place.device.type == "cpu"
     wanted = engine.kv_memory_bytes
     return pool_blocks(
-        bytes_per_block=bytes_per_block(model.config, engine.block_tokens, model.dtype),
+        bytes_per_block=_page_bytes(config, model),
         block_tokens=engine.block_tokens,
         max_context_tokens=assembly.choose_context(engine, model.config.max_context),
         max_running=engine.max_running,
@@ -390,6 +406,12 @@ def _blocks(config: ClusterConfig, place: _Place, model: Model, default: int | N
         wanted_bytes=None if wanted is None else wanted * model.config.kv_heads // _all_kv_heads(model),
         groups_on_host=config.groups * config.tp if on_cpu else 1,
     )
+
+
+def _page_bytes(config: ClusterConfig, model: Model) -> int:
+    from workers.runner import bytes_per_block
+
+    return bytes_per_block(model.config, config.engine.block_tokens, model.dtype)
 
 
 def _all_kv_heads(model: Model) -> int:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,6 +19,7 @@ from cluster.config import EngineConfig
 from cluster.errors import ConfigError, GroupLost, QuireError
 from cluster.models import ModelFiles, resolve
 from tests.support.hf import random_model
+from workers import assembly
 from workers.engine import Engine
 from workers.offline import Offline, load_offline, offline_ranks
 from workers.rank_group import RankedGroup
@@ -251,3 +253,29 @@ def test_the_ends_of_requests_on_ranks(small: ModelFiles) -> None:
         while engine.has_work:
             ends += [output.end for output in engine.step(0.0) if output.end is not None]
         assert [type(end) for end in ends] == [Finished]
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGKILL, "rank 1 is gone"), (signal.SIGSTOP, "rank 1 has been silent")]
+)
+def test_a_rank_that_is_lost_in_the_trial_step_ends_the_start_soon(
+    small: ModelFiles, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, said: str
+) -> None:
+    """The leader waits for it inside compiled code."""
+    make_runner = assembly.make_runner
+    victims: list[psutil.Process] = []
+
+    def lose_one(*arguments: Any, **settings: Any) -> Any:
+        victims.extend(one for one in children() if "workers.rank" in one.cmdline() and one.cmdline()[3] == "1")
+        for victim in victims:
+            victim.send_signal(number)
+        return make_runner(*arguments, **settings)
+
+    monkeypatch.setattr(assembly, "make_runner", lose_one)
+    monkeypatch.setattr(RankedGroup.begin, "__defaults__", (2.0,))
+    begun = time.monotonic()
+    with pytest.raises(GroupLost, match=said), offline_ranks(small, EngineConfig(threads=1), 3):
+        pass
+    assert victims
+    assert time.monotonic() - begun < 60
