@@ -159,6 +159,14 @@ class ClusterConfig(Frozen):
         description="Whether a group's ranks may lie on several nodes, which must then reach each other at "
         "worker.host; else all are placed on one.",
     )
+    group_resources: dict[str, PositiveFloat] = Field(
+        default_factory=dict,
+        description="Ray resources, by name, that each group reserves beside CPUs and GPUs. Nodes that offer so much of "
+        "one for one group keep groups apart; on a Ray of its own `quire serve` offers what is asked for.",
+    )
+    router_resources: dict[str, PositiveFloat] = Field(
+        default_factory=dict, description="The same for each router: where routers may run."
+    )
     routers: Positive = Field(1, description="Routers; each needs a port of its own on one host.")
     redis: str | None = Field(None, description="redis:// URL of the control Redis; unset: `quire serve` starts one.")
     worker_token: SecretStr | None = Field(

@@ -83,8 +83,11 @@ def _group_options(config: ClusterConfig) -> dict[str, Any]:
     return {
         **HEALTH,
         "num_replicas": config.groups,
-        "ray_actor_options": {"num_cpus": SUPERVISOR_CPUS},
-        "placement_group_bundles": [{"CPU": SUPERVISOR_CPUS}] + [rank_bundle(config)] * config.tp,
+        "ray_actor_options": {"num_cpus": SUPERVISOR_CPUS, "resources": config.group_resources},
+        "placement_group_bundles": [
+            {"CPU": SUPERVISOR_CPUS, **config.group_resources},
+            *[rank_bundle(config)] * config.tp,
+        ],
         "placement_group_strategy": "PACK" if config.ranks_across_nodes else "STRICT_PACK",
         "graceful_shutdown_timeout_s": config.worker.drain_s + 3 * STOP_GRACE_S,
     }
@@ -94,6 +97,6 @@ def _router_options(config: ClusterConfig) -> dict[str, Any]:
     return {
         **HEALTH,
         "num_replicas": config.routers,
-        "ray_actor_options": {"num_cpus": SUPERVISOR_CPUS},
+        "ray_actor_options": {"num_cpus": SUPERVISOR_CPUS, "resources": config.router_resources},
         "graceful_shutdown_timeout_s": config.router.drain_s + 2 * STOP_GRACE_S,
     }

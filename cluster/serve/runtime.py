@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,7 @@ def ray_cluster(config: ClusterConfig) -> Iterator[None]:
         _connect(
             address="local",
             num_cpus=cpus,
+            resources=_resources_needed(config),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=str(folder),
@@ -198,6 +200,15 @@ def _cpus_needed(config: ClusterConfig) -> float:
     per_group = SUPERVISOR_CPUS + config.tp * rank_bundle(config)["CPU"]
     # One more of each: a replacement may be placed before Ray has taken its predecessor's share back.
     return (config.groups + 1) * per_group + (config.routers + 1) * SUPERVISOR_CPUS
+
+
+def _resources_needed(config: ClusterConfig) -> dict[str, float]:
+    """As many of each as all replicas reserve, and one more of each kind of replica, as above."""
+    needed: Counter[str] = Counter()
+    for count, each in ((config.groups, config.group_resources), (config.routers, config.router_resources)):
+        for name, amount in each.items():
+            needed[name] += (count + 1) * amount  # type: ignore[assignment]  # a Counter adds any numbers
+    return dict(needed)
 
 
 def _short_temp_dir() -> str:

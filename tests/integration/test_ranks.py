@@ -13,14 +13,19 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from cluster.blocks import BlockHash
-from cluster.config import EngineConfig
+from cluster.config import CollectiveName, EngineConfig
 from cluster.errors import ConfigError, GroupLost, QuireError
 from cluster.models import ModelFiles, resolve
-from tests.support.hf import random_model
+from tests.support.hf import CPU, random_model
 from workers import assembly
+from workers.collective import Alone
 from workers.engine import Engine
+from workers.model.loading import load_model
+from workers.model.partition import part_of
 from workers.offline import Offline, load_offline, offline_ranks
 from workers.rank_group import RankedGroup
 from workers.request import Failed, Finished, Output, Request, RequestKey, SamplingParams
@@ -180,6 +185,60 @@ def test_a_small_model_gives_the_same_tokens(small: ModelFiles, ranks: int, sett
         assert_same(expected, found)
 
 
+@pytest.mark.parametrize("embeddings", ["tied, present once", "tied, present twice", "apart"])
+def test_tied_embeddings_present_absent_or_both(tmp_path: Path, embeddings: str) -> None:
+    """And a vocabulary not divisible, whose padded rows must never be sampled: 325 tokens on 4 ranks."""
+    tied = embeddings != "apart"
+    model = random_model(tmp_path, tie_word_embeddings=tied, vocab_size=325, num_attention_heads=4)
+    if embeddings == "tied, present twice":
+        file = tmp_path / "model.safetensors"
+        tensors = load_file(file)
+        assert "lm_head.weight" not in tensors
+        save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    files = ModelFiles("embeddings", tmp_path, "hf")
+    prompt = [5, 324, 17, 320, 3]
+    ids = torch.tensor([prompt])
+    for _ in range(12):
+        ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), 1)
+    config = EngineConfig(threads=1)
+    with offline_ranks(files, config, 4, default_kv_tokens=4096) as offline:
+        assert offline.model.config.tied_embeddings == tied
+        greedy = SamplingParams(max_tokens=12, seed=0, temperature=0.0, ignore_eos=True, logprobs=2)
+        asked = Request(key=RequestKey("test", "0", 1), prompt=tuple(prompt), sampling=greedy, root=ROOT)
+        assert tokens_of(offline, [asked], together=True)["0"][0] == ids[0, len(prompt) :].tolist()
+        hot = SamplingParams(max_tokens=400, seed=1, temperature=50.0, ignore_eos=True, logprobs=20)
+        wild = Request(key=RequestKey("test", "1", 1), prompt=tuple(prompt), sampling=hot, root=ROOT)
+        drawn = tokens_of(offline, [wild], together=True)["1"][0]
+    assert max(drawn) <= 324
+    assert {token * 4 // 325 for token in drawn} == {0, 1, 2, 3}, "tokens of every rank are drawn"
+
+
+def test_every_rank_loads_its_own_part_not_shard_0(small: ModelFiles) -> None:
+    """Right shapes, wrong numbers: parts of equal shape are told apart by what they hold."""
+    tensors = load_file(small.path / "model.safetensors")
+    x = torch.randn(3, 80)
+    whole = x @ tensors["model.layers.1.mlp.down_proj.weight"].T
+    for ranks in (2, 4):
+        parts = [load_model(small, torch.float32, CPU, int8=False, ranks=Apart(rank, ranks)) for rank in range(ranks)]
+        assert torch.equal(torch.cat([part.embedding.rows for part in parts]), tensors["model.embed_tokens.weight"])
+        columns = [part_of(part.whole, rank, ranks).columns for rank, part in enumerate(parts)]
+        assert len({len(one) for one in columns}) < ranks, "some parts have one shape"
+        products = [
+            part.layers[1].down.linear(x[:, own.start : own.stop].contiguous())
+            for part, own in zip(parts, columns, strict=True)
+        ]
+        torch.testing.assert_close(sum(products), whole, rtol=1e-5, atol=1e-5)
+        twice = [part.layers[1].down.linear(x[:, : len(columns[0])].contiguous()) for part in parts[:2]]
+        assert not torch.allclose(*twice), "equal inputs meet unequal parts"
+
+
+class Apart(Alone):
+    """One of several ranks, that computes nothing with the others."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+
+
 def children() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
@@ -199,9 +258,12 @@ def step_for(engine: Engine, seconds: float) -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("busy", [True, False])
-def test_a_rank_that_is_killed_ends_the_group_at_once_and_is_named(small: ModelFiles, busy: bool) -> None:
-    with offline_ranks(small, EngineConfig(threads=1), 3, default_kv_tokens=4096) as offline:
+@pytest.mark.parametrize(("busy", "collective"), [(True, "memory"), (False, "memory"), (True, "torch")])
+def test_a_rank_that_is_killed_ends_the_group_at_once_and_is_named(
+    small: ModelFiles, busy: bool, collective: CollectiveName
+) -> None:
+    """One rank dies and the others wait in the collective for ever."""
+    with offline_ranks(small, EngineConfig(threads=1, collective=collective), 3, default_kv_tokens=4096) as offline:
         assert isinstance(offline.group, RankedGroup)
         engine, _ = offline.engine()
         victim = offline.group.ranks()[1]
@@ -213,7 +275,7 @@ def test_a_rank_that_is_killed_ends_the_group_at_once_and_is_named(small: ModelF
         os.kill(victim.pid, signal.SIGKILL)
         with pytest.raises(GroupLost, match="rank 2 is gone"):
             step_for(engine, 20.0)
-        assert str(offline.group.failure()).startswith("rank 2 is gone: ")
+        assert str(offline.group.failure()).startswith("rank 2 is gone: "), "the first cause, not what came of it"
 
 
 @pytest.mark.usefixtures("nothing_left")
