@@ -33,9 +33,12 @@ test: setup ## unit, integration, e2e and fault tests (under 20 minutes on 2 cor
 	$(BIN)/quire fetch smollm2-135m
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
-test-all: setup ## everything, the long ones too
+ORACLES := $(addprefix tests/integration/test_,engine_oracles.py random_mixes.py hf_parity.py prompt_logprobs.py model_steps.py)
+
+test-all: setup ## everything, the long ones too, and the oracles once more without our kernels
 	$(BIN)/quire fetch smollm2-135m
 	$(BIN)/python -m pytest
+	QUIRE_TEST_ATTENTION=reference $(BIN)/python -m pytest -m "not slow" $(ORACLES)
 
 lint: setup ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -161,8 +161,8 @@ class ClusterConfig(Frozen):
     )
     group_resources: dict[str, PositiveFloat] = Field(
         default_factory=dict,
-        description="Ray resources, by name, that each group reserves beside CPUs and GPUs. Nodes that offer so much of "
-        "one for one group keep groups apart; on a Ray of its own `quire serve` offers what is asked for.",
+        description="Ray resources, by name, that each group reserves beside CPUs and GPUs: nodes that offer some for "
+        "one group keep groups apart. A Ray that `quire serve` starts offers what is asked for.",
     )
     router_resources: dict[str, PositiveFloat] = Field(
         default_factory=dict, description="The same for each router: where routers may run."
