@@ -265,7 +265,8 @@ class Prefetcher:
     def _begin_fetch(self, prefetch: Prefetch, now: float, spare: int) -> Go:
         """The pages here may have changed since the look-up: only what is still missing is fetched."""
         sequence = prefetch.sequence
-        matched = len(self._cache.match(sequence).pages)
+        here = self._cache.match(sequence).pages
+        matched = len(here)
         sequence.held_on = self._cache.awaited(sequence, matched)
         if sequence.held_on is not None:
             return Go.WAIT
@@ -274,8 +275,12 @@ class Prefetcher:
             self._settle(prefetch, "evicted" if begin < prefetch.first else "computed_meanwhile")
             return Go.ON
         count = (end - begin) * self._chunk_blocks
+        # What the fetched pages continue must not be evicted meanwhile: without it nobody could use them.
+        self._pool.acquire(here)
         if count + spare > self._pool.available:
+            self._pool.release(here)
             return Go.NO_ROOM
+        self._holds[sequence.state] = here
         pages = self._pool.begin_transfer(count)
         blocks = self._cache.usable_hashes(sequence)[begin * self._chunk_blocks : end * self._chunk_blocks]
         chunks = [
@@ -310,7 +315,7 @@ class Prefetcher:
             return
         self._leave(prefetch, now)
         self._cache.withdraw_blocks(prefetch.sequence, transfer.hashes)
-        self._holds[prefetch.sequence.state] = pages
+        self._holds.setdefault(prefetch.sequence.state, []).extend(pages)
         fetched = answer.chunks * self._chunk_tokens - transfer.spared
         self._settle(prefetch, "fetch" if filled else "gone", fetched_tokens=max(0, fetched))
 

@@ -248,6 +248,7 @@ class Scheduler:
             if self.prefetcher is not None:
                 go = self.prefetcher.go(sequence, now, spare=len(self._running))
                 if go == Go.NO_ROOM:
+                    self._let_go_of_holds()
                     return
                 if go == Go.WAIT:
                     continue
@@ -260,10 +261,16 @@ class Scheduler:
                 if sequence.held_on is not None:
                     continue
             if not self._start(sequence, prefix, now):
+                self._let_go_of_holds()
                 return
             if prefix.partial is not None:
                 budget.copy(sequence, prefix.partial, int(sequence.table.view()[len(prefix.pages)]))
             budget.give(sequence)
+
+    def _let_go_of_holds(self) -> None:
+        """Where nobody runs, nobody will give pages back: those that wait must not keep them from each other."""
+        if self.prefetcher is not None and not self._running:
+            self.prefetcher.drop_holds()
 
     def _start(self, sequence: Sequence, prefix: Prefix, now: float) -> bool:
         """Give a waiting sequence its pages; False when they lack now."""

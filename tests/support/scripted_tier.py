@@ -45,6 +45,8 @@ class ScriptedTier:
         self.chunk_tokens = chunk_tokens
         self.group, self.store_of = group, store
         self.lookups = 0
+        self.fetch_delay = 0
+        """Beside its manners: more looks that each fetch takes."""
         self.fetched: list[Chunk] = []
         self.under_way: dict[int, tuple[Chunk, ...]] = {}
         self._manners = manners or repeat(Manner())
@@ -88,7 +90,7 @@ class ScriptedTier:
             self.fetched += chunks[:done]
             return Fetched(ticket, done)
 
-        self._later(manner.delay, answer)
+        self._later(manner.delay + self.fetch_delay, answer)
 
     def store(self, chunks: Sequence[Chunk], tenant: str) -> int:
         manner = next(self._manners)
