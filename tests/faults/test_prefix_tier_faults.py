@@ -1,4 +1,4 @@
-"""Redis killed, frozen, slowed, filled and emptied under random requests: the same tokens, and nobody waits too long."""
+"""Redis killed, frozen, slowed, filled and emptied under random requests: the same tokens, nobody waits too long."""
 
 from __future__ import annotations
 
