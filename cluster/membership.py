@@ -69,6 +69,19 @@ return found
 """
 
 
+# KEYS: phases. ARGV: group id, phase (empty: none any more), lease ms.
+_NOTE_PHASE = """
+if ARGV[2] == '' then return redis.call('HDEL', KEYS[1], ARGV[1]) end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return redis.call('PEXPIRE', KEYS[1], ARGV[3])
+"""
+
+_PHASES = "return redis.call('HGETALL', KEYS[1])"
+
+_PHASE_S = 300.0
+"""What a group that died at its start has said last is forgotten after this."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
     """What a group says about itself. ``address`` is "host:port" of its worker protocol."""
@@ -110,6 +123,19 @@ async def ping(url: str, timeout_s: float = 3.0) -> None:
         await connection.close()
 
 
+async def phases(url: str, cluster: str, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, str]:
+    """What the groups that are starting do now, by group id; {} where Redis does not answer."""
+    connection = _Connection(url, timeout_s)
+    try:
+        flat = cast(list[bytes], await connection.eval(_PHASES, [_Keys(cluster).phases]))
+        words = [word.decode() for word in flat]
+        return dict(zip(words[::2], words[1::2], strict=True))
+    except _AWAY:
+        return {}
+    finally:
+        await connection.close()
+
+
 class Registry:
     """A leader's side: keeps one record alive till it is withdrawn. Lives on one event loop."""
 
@@ -137,6 +163,13 @@ class Registry:
         self._stopping.clear()
         await self._put(record, lease_s, "first")
         self._task = asyncio.create_task(self._renew(record, lease_s), name=f"lease of {record.group_id}")
+
+    async def note_phase(self, group_id: str, phase: str) -> None:
+        """Say what a group does until it can be announced; empty: nothing any more. Redis may be away."""
+        try:
+            await self._connection.eval(_NOTE_PHASE, [self._keys.phases], group_id, phase, round(1000 * _PHASE_S))
+        except _AWAY as error:
+            _log.debug("%s: its phase could not be noted: %s", group_id, error)
 
     async def withdraw(self) -> None:
         """Stop renewing, and delete the record if it is still this incarnation's. Idempotent; Redis may be away."""
@@ -312,6 +345,7 @@ class Watcher:
 class _Keys:
     def __init__(self, cluster: str) -> None:
         self.index = f"{{{cluster}}}:groups"
+        self.phases = f"{{{cluster}}}:starting"
 
     def record(self, group_id: str) -> str:
         return f"{self.index}:{group_id}"

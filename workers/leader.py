@@ -161,9 +161,11 @@ async def start_leader(config: ClusterConfig, group_id: str, listener: RankListe
     registry = Registry(config.redis, config.cluster) if config.redis is not None else None
     leader: Leader | None = None
     try:
-        built = await asyncio.to_thread(_build, config, listener)
+        built = await asyncio.to_thread(_build, config, listener, _speaker(registry, group_id))
         leader = Leader(config, group_id, built, registry)
         await leader.start()
+        if registry is not None:
+            await registry.note_phase(group_id, "")
     except BaseException:
         if leader is not None:
             await leader.stop()
@@ -171,6 +173,18 @@ async def start_leader(config: ClusterConfig, group_id: str, listener: RankListe
             await registry.close()
         raise
     return leader
+
+
+def _speaker(registry: Registry | None, group_id: str) -> Callable[[str], None]:
+    """For the thread that loads: note what it does, without waiting for Redis."""
+    loop = asyncio.get_running_loop()
+
+    def say(phase: str) -> None:
+        _log.info("%s: %s", group_id, phase)
+        if registry is not None:
+            asyncio.run_coroutine_threadsafe(registry.note_phase(group_id, phase), loop)
+
+    return say
 
 
 def open_ranks(config: ClusterConfig) -> RankListener | None:
@@ -189,13 +203,13 @@ def _token(config: ClusterConfig) -> str:
 # -- loading: on a thread of its own, slow, and the only part that knows torch ---------------------------------------
 
 
-def _build(config: ClusterConfig, listener: RankListener | None) -> _Built:
+def _build(config: ClusterConfig, listener: RankListener | None, say: Callable[[str], None]) -> _Built:
     from workers import assembly
     from workers.engine import Engine
     from workers.identity import dtype_name, namespace
     from workers.rank_start import lead
 
-    started = lead(config, listener)
+    started = lead(config, listener, say=say)
     model = started.model
     files = resolve(config.model, name=config.model_name)
     return _Built(

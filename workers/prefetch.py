@@ -11,6 +11,7 @@ scheduler; no clock, no I/O.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -49,15 +50,14 @@ class Prefetch:
     sequence: Sequence
     hashes: list[BlockHash]  # of the chunks from ``first`` on that the request could use
     first: int
-    phase: Phase
-    ticket: int
-    since: float  # when this phase began
-    until: float  # and when the request goes on without it
-    claims_until: float  # of waiting for other groups, all in all
+    phase: Phase = Phase.LOOKING
+    ticket: int = 0
+    since: float = math.inf  # when this phase began
+    until: float = math.inf  # and when the request goes on without it
+    claims_until: float = math.inf  # of waiting for other groups, all in all
     chunks: int = 0  # to fetch, from ``first`` on
     spent_s: float = 0.0  # waited for the tier so far
     stored: int = 0
-    began_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -106,34 +106,31 @@ class Prefetcher:
         self._transfers: dict[int, _Transfer] = {}  # fetches, by ticket
         self._holds: dict[RequestState, list[int]] = {}  # pages that waiting requests have fetched and not yet taken
         self._live: dict[RequestState, Prefetch] = {}
+        self._fresh: list[Prefetch] = []  # of those, not yet asked for
         self._tickets = 0
 
     # -- a request's way ---------------------------------------------------------------------------------------------
 
-    def begin(self, state: RequestState, now: float) -> None:
-        """A request has come: ask for what lies beyond the pages that it could share."""
+    def begin(self, state: RequestState) -> None:
+        """A request has come: ask, when next there is a step, for what lies beyond the pages that it could share."""
         sequence = next(sample for sample in state.samples if not sample.finished)
         usable = self._cache.usable_hashes(sequence)
         first = len(self._cache.match(sequence).pages) // self._chunk_blocks
         hashes = self._chunk_hashes(usable)[first:]
         if not hashes:
             return
-        prefetch = Prefetch(
-            sequence,
-            hashes,
-            first,
-            phase=Phase.LOOKING,
-            ticket=0,
-            since=now,
-            until=0.0,
-            claims_until=now + self._claim_wait_s,
-            began_at=now,
-        )
         state.prefix_use = PrefixUse("unavailable")
-        self._look(prefetch, now)
+        prefetch = Prefetch(sequence, hashes, first)
+        self._live[state] = prefetch
+        self._fresh.append(prefetch)
 
     def advance(self, now: float) -> None:
-        """Take in the tier's answers, and let go who has waited long enough."""
+        """Ask for those who have come, take in the tier's answers, and let go who has waited long enough."""
+        fresh, self._fresh = self._fresh, []
+        for one in fresh:
+            if self._live.get(one.sequence.state) is one:  # else it has been cancelled
+                one.claims_until = now + self._claim_wait_s
+                self._look(one, now)
         for answer in self._tier.take_answers():
             if isinstance(answer, LookedUp):
                 prefetch = self._asked.pop(answer.ticket, None)

@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from queue import SimpleQueue
@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 _log = get_logger("ranks")
 
 
+LOADING = "loading weights"
+COMPILING = "preparing kernels (compiled at a machine's first start)"
+
+
 @dataclass(frozen=True, slots=True)
 class Started:
     """A group whose ranks are ready, as its leader has it."""
@@ -82,21 +86,30 @@ class _Place:
     threads: int
 
 
-def lead(config: ClusterConfig, listener: RankListener | None, default_blocks: int | None = None) -> Started:
+def lead(
+    config: ClusterConfig,
+    listener: RankListener | None,
+    default_blocks: int | None = None,
+    say: Callable[[str], None] = lambda phase: None,
+) -> Started:
     """Load rank 0's part, and bring the others together. ``listener``: None for a group of one.
 
     ``default_blocks``: pages where the configuration names no memory for them; None: what ``pool_blocks`` says.
+    ``say`` is told what is being done.
     Raises ModelLoadError, ConfigError, OutOfMemory, GroupLost.
     """
     place = _place(config)
     if listener is None:
+        say(LOADING)
         model = _load(config, place, Alone())
+        say(COMPILING)
         runner = assembly.make_runner(model, config.engine, _blocks(config, place, model, default_blocks))
         return _with_tier(config, place, Started(LocalGroup(runner), runner, model, place.threads), ())
     links: list[RankLink] = []
     try:
+        say("waiting for its ranks")
         links = listener.accept(config.tp)
-        return _lead_others(config, place, links, listener.host, default_blocks)
+        return _lead_others(config, place, links, listener.host, default_blocks, say)
     except BaseException:
         for link in links:
             link.connection.close()
@@ -106,10 +119,16 @@ def lead(config: ClusterConfig, listener: RankListener | None, default_blocks: i
 
 
 def _lead_others(
-    config: ClusterConfig, place: _Place, links: Sequence[RankLink], host: str, default_blocks: int | None
+    config: ClusterConfig,
+    place: _Place,
+    links: Sequence[RankLink],
+    host: str,
+    default_blocks: int | None,
+    say: Callable[[str], None],
 ) -> Started:
     collective, region = _meeting_place(config, place, links, host)
     try:
+        say(LOADING)
         model = _load(config, place, collective)
         blocks, threads = [_blocks(config, place, model, default_blocks)], [_threads_that_meet(place)]
         for link in links:
@@ -131,6 +150,7 @@ def _lead_others(
             runners.append(assembly.make_runner(model, config.engine, min(blocks)))
             return runners[0]
 
+        say(COMPILING)
         group.begin(make_runner)
     except BaseException:
         collective.abort()

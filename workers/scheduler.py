@@ -128,7 +128,7 @@ class Scheduler:
         for sequence in state.samples:
             self._end_if_due(sequence, (), ())  # a moved sample may have come to its end already
         if self.prefetcher is not None and not state.ended:
-            self.prefetcher.begin(state, request.arrival)
+            self.prefetcher.begin(state)
 
     def cancel(self, key: RequestKey) -> None:
         """Forget a request: no output of it is taken any more. Unknown keys are ignored."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,12 +73,33 @@ def _start(config: ClusterConfig, interrupts: Interrupts, stack: contextlib.Exit
     interrupts.check()
     steps.begin(f"{_count(config.groups, 'group')} and {_count(config.routers, 'router')}")
 
+    phases = _Phases(config)
+
     def on_progress(progress: Progress) -> None:
         interrupts.check()
-        steps.detail(describe(progress))
+        steps.detail(describe(progress) + phases.text())
 
     routers = stack.enter_context(runtime.deployed(config, on_progress, interrupts.check_again))
     return Serving(config, tuple(join_host_port(router["host"], router["port"]) for router in routers))
+
+
+class _Phases:
+    """What the groups that are not up yet are doing, as they say it in Redis."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._asked_at = float("-inf")
+        self._text = ""
+
+    def text(self) -> str:
+        """ " · 2 × loading weights", or nothing. Asks once a second."""
+        from cluster.membership import phases
+
+        if self._config.redis is not None and time.monotonic() - self._asked_at >= 1.0:
+            self._asked_at = time.monotonic()
+            found = Counter(asyncio.run(phases(self._config.redis, self._config.cluster)).values())
+            self._text = "".join(f" · {count} × {phase}" for phase, count in sorted(found.items()))
+        return self._text
 
 
 def describe(progress: Progress) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.bench import batching, chunked_prefill, kv_cache, paging, prefix_cache, weight_formats
+from tests.bench import batching, chunked_prefill, kv_cache, paging, prefix_cache, prefix_tier, weight_formats
 from tests.bench.common import MODEL, Result, engine_on
 from workers.offline import Offline
 
@@ -23,6 +23,7 @@ BENCHES: dict[str, Callable[[Offline], Result]] = {
     "batching": batching.run,
     "paging": paging.run,
     "prefix_cache": prefix_cache.run,
+    "prefix_tier": prefix_tier.run,
     "chunked_prefill": chunked_prefill.run,
     "weight_formats": weight_formats.run,
 }
