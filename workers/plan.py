@@ -6,7 +6,7 @@ decode is a row of one token, a prefill a row of many, a chunk a row of some: no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 import numpy as np
@@ -47,8 +47,8 @@ class Score:
         return len(self.targets)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Rows:
     """R rows with T tokens in all. CSR arrays need no padding, so no padding can be mistaken for a page.
 
     Row r feeds ``token_ids[row_starts[r]:row_starts[r+1]]`` at positions ``num_computed[r]``, +1, ...; its pages are
@@ -60,12 +60,9 @@ class StepPlan:
     token_ids: Int32  # [T]
     row_starts: Int32  # [R+1]
     num_computed: Int32  # [R] tokens whose KV is in pages before this step
-    carried_from: Int32  # [R] row of step-1 whose drawn token is this row's last token_id; -1: token_ids holds it
     block_starts: Int32  # [R+1]
     blocks: Int32  # [sum of block table lengths]
-    draws: tuple[Draw, ...]  # in order of row
     copies: Int32  # [C, 2] pages (from, to) copied before anything is written (copy on write)
-    scores: tuple[Score, ...] = ()  # in order of row
 
     @property
     def num_rows(self) -> int:
@@ -77,45 +74,32 @@ class StepPlan:
         """T."""
         return len(self.token_ids)
 
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StepPlan(Rows):
+    """A step as the scheduler makes it."""
+
+    carried_from: Int32  # [R] row of step-1 whose drawn token is this row's last token_id; -1: token_ids holds it
+    draws: tuple[Draw, ...]  # in order of row
+    scores: tuple[Score, ...] = ()  # in order of row
+
     def for_ranks(self, token_ids: Int32) -> RankPlan:
         """What all ranks are told. ``token_ids``: ours, with what was carried over filled in."""
         spans = [(score.row, score.first, len(score)) for score in self.scores]
+        shared = {field.name: getattr(self, field.name) for field in fields(Rows)}
         return RankPlan(
-            step=self.step,
-            token_ids=token_ids,
-            row_starts=self.row_starts,
-            num_computed=self.num_computed,
-            block_starts=self.block_starts,
-            blocks=self.blocks,
-            copies=self.copies,
+            **{**shared, "token_ids": token_ids},
             draw_rows=np.array([draw.row for draw in self.draws], np.int32),
             scored=np.array(spans, np.int32).reshape(-1, 3),
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankPlan:
-    """What every rank of a group must know of a step: all of it but what is done with the logits. Fields as above."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RankPlan(Rows):
+    """What every rank of a group must know of a step: all of it but what is done with the logits."""
 
-    step: int
-    token_ids: Int32
-    row_starts: Int32
-    num_computed: Int32
-    block_starts: Int32
-    blocks: Int32
-    copies: Int32
     draw_rows: Int32  # [S] of each Draw
     scored: Int32  # [N, 3] row, first and number of tokens of each Score
-
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return len(self.num_computed)
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
