@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from redis import Redis, RedisError
 from redis.backoff import NoBackoff
@@ -183,7 +183,9 @@ def _single(url: str, options: dict[str, Any], timeout_s: float) -> Redis:
     kind = {"redis": _Tcp, "rediss": _Tls, "unix": _Unix}[parts.scheme]
     if options.pop("ssl", "") and kind is not _Tls:
         raise _Wrong("ssl: say rediss:// for TLS")
-    plain = urlunsplit(parts._replace(query=urlencode(options)))
+    if kind is not _Unix and parts.path.strip("/") and not parts.path.strip("/").isdecimal():
+        raise _Wrong("the database must be a number: host:port/0")  # redis-py would take the first one without a word
+    plain = f"{url.partition('?')[0]}?{urlencode(options)}"
     parsed: dict[str, Any] = dict(parse_url(plain))  # type: ignore[no-untyped-call]
     parsed["connection_class"] = kind
     return Redis.from_pool(ConnectionPool(**{**_common(timeout_s), **parsed}))

@@ -178,7 +178,8 @@ class RedisTier:
         key = self._key(block_hash)
 
         def ask(pipe: Any) -> None:
-            pipe.rename(key + suffix, key)
+            # Not ``rename``, which redis-py refuses in a cluster, whatever the slots.
+            pipe.execute_command("RENAME", key + suffix, key)
             pipe.expire(key, ttl_s)
 
         self._done(ask, transaction=True)
@@ -255,7 +256,7 @@ def _one_call(limit_s: float = float("inf")) -> Iterator[None]:
     try:
         with limited(limit_s):
             yield
-    except (RedisError, OSError) as error:
+    except (RedisError, RedisClusterException, OSError) as error:  # the second is none of the first
         raise _translate(error) from error
 
 
