@@ -33,8 +33,8 @@ _CLOSE_S = 5.0
 class ChunkStore(Protocol):
     """What is needed of cluster.tiers.redis.RedisTier. Each call raises TierError, within its own timeout."""
 
-    def read(self, hashes: list[BlockHash], span: range) -> list[tuple[memoryview, memoryview] | None]:
-        """Header and span of each."""
+    def read(self, hashes: list[BlockHash], span: range, limit_s: float) -> list[tuple[memoryview, memoryview] | None]:
+        """Header and span of each; raises after ``limit_s`` at the latest."""
         ...
 
     def write(self, block_hash: BlockHash, value: memoryview, ttl_s: int) -> None:
@@ -84,6 +84,7 @@ class RankTransfers:
         self._lead = HEADER_BYTES if heads.start == 0 else 0
         self._staging = _Staging(self._lead + len(self._span), buffer_bytes)
         self._closing = False
+        self._lock = threading.Lock()  # no order comes behind the end of a queue, where nobody would answer it
         self._to_read: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
@@ -96,7 +97,7 @@ class RankTransfers:
     def fetch(self, order: FetchOrder) -> None:
         """See Transfers."""
         until = time.monotonic() + order.timeout_s
-        self._to_read.put(lambda: self._answered(order.ticket, lambda done: self._fetch(order, until, done)))
+        self._put(self._to_read, order.ticket, lambda done: self._fetch(order, until, done))
 
     def stage(self, order: StoreOrder) -> None:
         """See Transfers."""
@@ -104,23 +105,39 @@ class RankTransfers:
             self._report(TransferReport(order.ticket, len(order.chunks), 0, 0.0))
             return
         staged: list[Bytes] = []
-        for chunk in order.chunks:
-            buffer = self._staging.take()
-            if buffer is None:
-                break
-            self._codec.gather(chunk.pages, buffer[self._lead :])
-            staged.append(buffer)
-        self._to_write.put(lambda: self._answered(order.ticket, lambda done: self._store(order, staged, done)))
+        failed = False
+        try:
+            for chunk in order.chunks:
+                buffer = self._staging.take()
+                if buffer is None:
+                    break
+                staged.append(buffer)
+                self._codec.gather(chunk.pages, buffer[self._lead :])
+        except Exception:  # noqa: BLE001 - it is the thread of the steps, and a step needs no tier
+            _log.exception("order %d cannot be staged", order.ticket)
+            self._staging.give_back(staged)
+            staged, failed = [], True
+        self._put(self._to_write, order.ticket, lambda done: self._store(order, staged, done, failed=failed))
 
     def close(self) -> None:
         """See Transfers."""
-        self._closing = True
-        for jobs in (self._to_read, self._to_write):
-            jobs.put(None)
+        with self._lock:
+            self._closing = True
+            for jobs in (self._to_read, self._to_write):
+                jobs.put(None)
         for thread in self._threads:
             thread.join(_CLOSE_S)
         self._reads.close()
         self._writes.close()
+
+    def _put(
+        self, jobs: queue.SimpleQueue[Callable[[], None] | None], ticket: int, carry_out: Callable[[_Done], None]
+    ) -> None:
+        with self._lock:
+            if not self._closing:
+                jobs.put(lambda: self._answered(ticket, carry_out))
+                return
+        self._report(TransferReport(ticket, 0, 0, 0.0, problem="error"))
 
     # -- both threads ------------------------------------------------------------------------------------------------
 
@@ -155,10 +172,11 @@ class RankTransfers:
             return
         at_once = max(1, _READ_AT_ONCE_BYTES // len(self._span))
         for begin in range(0, len(order.chunks), at_once):
-            if time.monotonic() >= until or self._closing:
+            left_s = until - time.monotonic()
+            if left_s <= 0 or self._closing:
                 return  # what is there is kept
             some = order.chunks[begin : begin + at_once]
-            found = self._reads.read([chunk.hash for chunk in some], self._span)
+            found = self._reads.read([chunk.hash for chunk in some], self._span, left_s)
             for chunk, parts in zip(some, found, strict=True):
                 if parts is None or not self._take(chunk, *parts, done):
                     return
@@ -189,7 +207,7 @@ class RankTransfers:
 
     # -- the writing thread -------------------------------------------------------------------------------------------
 
-    def _store(self, order: StoreOrder, staged: list[Bytes], done: _Done) -> None:
+    def _store(self, order: StoreOrder, staged: list[Bytes], done: _Done, *, failed: bool) -> None:
         try:
             for chunk, ttl_s, buffer in zip(order.chunks, order.ttls_s, staged, strict=False):
                 if self._closing:
@@ -198,7 +216,7 @@ class RankTransfers:
                 done.chunks += 1
                 done.bytes += len(buffer)
             if len(staged) < len(order.chunks):
-                done.problem = "buffer"
+                done.problem = "error" if failed else "buffer"
         finally:
             self._staging.give_back(staged)
 

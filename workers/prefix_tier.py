@@ -380,6 +380,7 @@ class PrefixTier:
         found = self._redis.stored(hashes)
         with self._lock:
             self._sums.lookups += 1
+            self._sums.corrupt_chunks += found.corrupt
             self._cost.observe_round_trip(time.perf_counter() - begun)
             self._count(self._reads, set(), "reads")
             for place, block_hash in enumerate(hashes[: found.stored]):

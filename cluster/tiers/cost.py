@@ -2,16 +2,22 @@
 
 Fetching takes a round trip and bytes over a measured bandwidth. Computing takes longer the deeper a token stands, since
 it attends to all before it: seconds per token = base + slope * depth, learned from the steps that were run.
+
+One hiccup must not decide: of the link it is the median of the last measurements that counts, so that a link that has
+changed is believed after three; and a step that took much longer than others is taken for several times as long.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median
 from typing import NamedTuple
 
-_WEIGHT = 0.2
-"""Of the newest measurement of the link."""
-
+_LINK_MEASUREMENTS = 5
 _PREFILL_WEIGHT = 0.1
+_LONGEST_STEP = 4.0
+"""Times the prediction: what took longer was held up by something else."""
+
 _SPREAD = 64.0
 """Tokens of depth that steps must differ by before a slope is read from them."""
 
@@ -31,21 +37,24 @@ class CostModel:
     def __init__(self) -> None:
         self.round_trip_s = 0.0
         self.fetch_bytes_per_s = 0.0
+        self._round_trips: deque[float] = deque(maxlen=_LINK_MEASUREMENTS)
+        self._byte_times: deque[float] = deque(maxlen=_LINK_MEASUREMENTS)
         self._depth = self._each = self._variance = self._covariance = 0.0
         self._slope = 0.0
         self._has_prefill = False
 
     def observe_fetch(self, size: int, seconds: float) -> None:
         """So many bytes came in so long, the round trip included."""
+        if size <= 0:
+            return
         net_s = max(seconds - self.round_trip_s, seconds / 10, 1e-9)
-        # Time, not speed, is averaged: one slow fetch weighs what it costs.
-        rate = size / net_s
-        old = self.fetch_bytes_per_s
-        self.fetch_bytes_per_s = rate if not old else 1 / ((1 - _WEIGHT) / old + _WEIGHT / rate)
+        self._byte_times.append(net_s / size)
+        self.fetch_bytes_per_s = 1 / median(self._byte_times)
 
     def observe_round_trip(self, seconds: float) -> None:
         """Of a question of a few bytes."""
-        self.round_trip_s = seconds if not self.round_trip_s else _average(self.round_trip_s, seconds, _WEIGHT)
+        self._round_trips.append(seconds)
+        self.round_trip_s = median(self._round_trips)
 
     def observe_prefill(self, tokens: int, depth: int, seconds: float) -> None:
         """A step computed so many tokens of prompts, at this depth on average."""
@@ -53,6 +62,7 @@ class CostModel:
         if not self._has_prefill:
             self._has_prefill, self._depth, self._each = True, float(depth), each
             return
+        each = min(each, _LONGEST_STEP * max(self._each, self._each_at(depth))) if self._each else each
         deeper, longer = depth - self._depth, each - self._each
         self._depth += _PREFILL_WEIGHT * deeper
         self._each += _PREFILL_WEIGHT * longer
@@ -67,7 +77,7 @@ class CostModel:
         if not self._has_prefill or end <= first:
             return 0.0
         middle = (first + end) / 2
-        return (end - first) * max(0.0, self._each + self._slope * (middle - self._depth))
+        return (end - first) * self._each_at(middle)
 
     def fetch_s(self, size: int) -> float:
         """Of so many bytes."""
@@ -101,13 +111,12 @@ class CostModel:
             return Decision(0, 0.0, whole_s, "compute_is_faster")
         return Decision(affordable, fetch_s, rest_s, "fetch")
 
+    def _each_at(self, depth: float) -> float:
+        return max(0.0, self._each + self._slope * (depth - self._depth))
+
     def _affordable(self, stored: int, bytes_per_chunk: int, budget_s: float) -> int:
         if budget_s <= self.round_trip_s:
             return 0
         if not self.fetch_bytes_per_s:
             return stored
         return min(stored, int((budget_s - self.round_trip_s) * self.fetch_bytes_per_s / bytes_per_chunk))
-
-
-def _average(old: float, new: float, weight: float) -> float:
-    return old + weight * (new - old)

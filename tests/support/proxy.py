@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -13,12 +14,13 @@ _PIECE = 64 << 10
 
 class SlowProxy:
     """Passes bytes on. ``bytes_per_s``: of each connection toward the client; ``delay_s``: before each piece of it.
-    Both may be changed at any time."""
+    Both may be changed at any time. ``tls``: what clients speak to it."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
         self.bytes_per_s = float("inf")
         self.delay_s = 0.0
         self.port = 0
+        self._tls = tls
         self._target = port
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -36,7 +38,7 @@ class SlowProxy:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls))
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
         self._loop.run_forever()
@@ -45,15 +47,24 @@ class SlowProxy:
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.sleep(0.01))  # sockets close a turn of the loop later
         self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
+        try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
-            back = asyncio.create_task(self._pass(far_reader, writer, slow=True))
+        except OSError:
+            writer.close()
+            return
+        back = asyncio.create_task(self._pass(far_reader, writer, slow=True))
+        try:
             await self._pass(reader, far_writer, slow=False)
             await back
-        writer.close()
+        except asyncio.CancelledError:
+            back.cancel()  # the proxy ends; asyncio would log a cancelled server task as an error
+        finally:
+            for end in (writer, far_writer):
+                end.transport.abort()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, slow: bool) -> None:
         with suppress(OSError):
@@ -69,9 +80,9 @@ class SlowProxy:
 
 
 @contextmanager
-def slow_proxy(port: int) -> Iterator[SlowProxy]:
+def slow_proxy(port: int, tls: ssl.SSLContext | None = None) -> Iterator[SlowProxy]:
     """In front of a port of this host, for the time of the block."""
-    proxy = SlowProxy(port)
+    proxy = SlowProxy(port, tls)
     try:
         yield proxy
     finally:

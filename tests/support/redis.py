@@ -8,8 +8,9 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import redis
 
@@ -22,9 +23,17 @@ class RedisServer:
     def __init__(self, *options: str) -> None:
         """``options``: more of redis-server's, as on its command line."""
         self.port = free_port()
-        self._options = options
+        while "--cluster-enabled" in options and self.port > 65_535 - 10_000:  # a node takes that one further up too
+            self.port = free_port()
+        self.options = options
         self._folder = tempfile.mkdtemp(prefix="quire-test-redis-")
         self._process: subprocess.Popen[bytes] | None = None
+        self._files: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Its own, for as long as it is not closed."""
+        return Path(self._folder)
 
     @property
     def url(self) -> str:
@@ -32,9 +41,9 @@ class RedisServer:
 
     def start(self) -> None:
         """Return when it answers."""
-        argv = [str(find_redis_server()), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        argv = [str(find_redis_server()), *self._files, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
         self._process = subprocess.Popen(
-            dies_with_parent([*argv, "--appendonly", "no", "--dir", self._folder, *self._options]),
+            dies_with_parent([*argv, "--appendonly", "no", "--dir", self._folder, *self.options]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
@@ -84,3 +93,75 @@ def running_redis(*options: str) -> Iterator[RedisServer]:
         yield server
     finally:
         server.close()
+
+
+class Sentinel(RedisServer):
+    """One that watches a primary alone, and takes it for dead after half a second."""
+
+    SERVICE = "quire"
+
+    def __init__(self, primary: RedisServer) -> None:
+        super().__init__()
+        config = self.folder / "sentinel.conf"
+        config.write_text(
+            f"sentinel monitor {self.SERVICE} 127.0.0.1 {primary.port} 1\n"
+            f"sentinel down-after-milliseconds {self.SERVICE} 500\n"
+            f"sentinel failover-timeout {self.SERVICE} 2000\n"
+        )
+        self._files = (str(config), "--sentinel")
+
+
+@contextmanager
+def running_sentinel() -> Iterator[tuple[Sentinel, RedisServer, RedisServer]]:
+    """A sentinel, its primary, and a replica that is in step."""
+    with ExitStack() as stack:
+        primary = stack.enter_context(running_redis())
+        replica = stack.enter_context(running_redis("--replicaof", "127.0.0.1", str(primary.port)))
+        until(lambda: _info(replica, "replication").get("master_link_status") == "up")
+        sentinel = Sentinel(primary)
+        stack.callback(sentinel.close)
+        sentinel.start()
+        with sentinel.client() as client:
+            until(lambda: len(client.sentinel_slaves(Sentinel.SERVICE)) == 1)
+        yield sentinel, primary, replica
+
+
+@contextmanager
+def running_cluster(nodes: int = 3, announced: Callable[[int], int] | None = None) -> Iterator[list[RedisServer]]:
+    """A Redis Cluster without replicas, all of whose slots are served. ``announced``: what port a node tells of, by its
+    own."""
+    with ExitStack() as stack:
+        servers = [RedisServer("--cluster-enabled", "yes", "--cluster-node-timeout", "2000") for _ in range(nodes)]
+        for server in servers:
+            stack.callback(server.close)
+            if announced is not None:
+                server.options += ("--cluster-announce-port", str(announced(server.port)))
+            server.start()
+        for number, server in enumerate(servers):
+            with server.client() as client:
+                client.execute_command("CLUSTER ADDSLOTS", *range(16384)[number::nodes])
+                client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+                client.execute_command("CLUSTER MEET", "127.0.0.1", servers[0].port)
+        for server in servers:
+            until(lambda server=server: _cluster_is_whole(server, nodes))  # type: ignore[misc]
+        yield servers
+
+
+def _cluster_is_whole(server: RedisServer, nodes: int) -> bool:
+    with server.client() as client:
+        found = client.execute_command("CLUSTER INFO")
+    return bool(found["cluster_state"] == "ok" and int(found["cluster_known_nodes"]) == nodes)
+
+
+def _info(server: RedisServer, section: str) -> dict[str, object]:
+    with server.client() as client:
+        found: dict[str, object] = client.info(section)  # type: ignore[assignment]
+    return found
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Return when it is so, which must be soon."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it does not come about"
+        time.sleep(0.05)
