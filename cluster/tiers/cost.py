@@ -4,7 +4,7 @@ Fetching takes a round trip and bytes over a measured bandwidth. Computing takes
 it attends to all before it: seconds per token = base + slope * depth, learned from the steps that were run.
 
 One hiccup must not decide: of the link it is the median of the last measurements that counts, so that a link that has
-changed is believed after three; and a step that took much longer than others is taken for several times as long.
+changed is believed after three; and a step that took much longer than others is taken for twice as long.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 _LINK_MEASUREMENTS = 5
 _PREFILL_WEIGHT = 0.1
-_LONGEST_STEP = 4.0
+_LONGEST_STEP = 2.0
 """Times the prediction: what took longer was held up by something else."""
 
-_SPREAD = 64.0
-"""Tokens of depth that steps must differ by before a slope is read from them."""
+_SPREAD = 128.0
+"""Tokens of depth: of steps that differ by less than this hardly a slope is read, it would be noise."""
 
 
 class Decision(NamedTuple):
@@ -68,9 +68,9 @@ class CostModel:
         self._each += _PREFILL_WEIGHT * longer
         self._variance = (1 - _PREFILL_WEIGHT) * (self._variance + _PREFILL_WEIGHT * deeper * deeper)
         self._covariance = (1 - _PREFILL_WEIGHT) * (self._covariance + _PREFILL_WEIGHT * deeper * longer)
-        if self._variance >= _SPREAD**2:
-            # A slope beyond this would make the first token of a prompt cost nothing: it is noise.
-            self._slope = min(max(0.0, self._covariance / self._variance), self._each / max(1.0, self._depth))
+        slope = max(0.0, self._covariance / (self._variance + _SPREAD**2))
+        # One beyond this would make the first token of a prompt cost nothing.
+        self._slope = min(slope, self._each / max(1.0, self._depth))
 
     def compute_s(self, first: int, end: int) -> float:
         """Of tokens [first, end) of a prompt; 0 before anything was measured."""

@@ -14,7 +14,9 @@ from cluster.blocks import BlockHash
 from cluster.tiers.chunks import HEADER_BYTES, ChunkShape, StoredDType, chunk_key
 from cluster.tiers.connection import connect
 from cluster.tiers.redis import RedisTier, TierError
+from tests.support.proxy import slow_proxy
 from tests.support.redis import RedisServer, running_redis
+from workers import kv_transfer
 from workers.attention.interface import KVPages
 from workers.kv_transfer import RankTransfers
 from workers.tier import Chunk, FetchOrder, StoreOrder, TransferReport
@@ -301,6 +303,50 @@ def test_an_order_that_waited_too_long_is_not_begun(server: RedisServer, made: l
     made.append(rank)
     rank.store()
     assert rank.fetch(2, timeout_s=0.0).problem == "late"
+
+
+def test_a_fetch_ends_at_its_deadline_and_keeps_what_is_verified(
+    server: RedisServer, made: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_transfer, "_READ_AT_ONCE_BYTES", 1)
+    numbers = whole()
+    with slow_proxy(server.port) as proxy:
+        rank = Rank(proxy.url, range(HEADS), numbers)
+        made.append(rank)
+        assert rank.store().chunks == 4
+        assert rank.fetch(2, ELSEWHERE[:1]).chunks == 1  # connected
+        rank.pages.whole[:, :, 16:] = 0
+        proxy.bytes_per_s = SHAPE.value_bytes / 0.3
+        begun = time.monotonic()
+        cut = rank.fetch(3, timeout_s=0.8)
+        assert 0.6 < time.monotonic() - begun < 1.2
+        assert (cut.chunks, cut.corrupt, cut.problem) == (2, (), "timeout")
+        assert rank.holds(numbers, range(HEADS), 2)
+        assert not bool(rank.pages.whole[:, :, 18:20].any()), "bytes of a later chunk reached a page"
+        proxy.bytes_per_s = float("inf")
+        assert rank.fetch(4).chunks == 4
+        assert rank.holds(numbers, range(HEADS))
+
+
+def test_an_order_that_cannot_be_staged_is_answered_and_leaves_no_buffer_behind(
+    server: RedisServer, made: list[Rank]
+) -> None:
+    """The thread of the steps brings it: an exception there would end the group."""
+    rank = Rank(server.url, range(HEADS), whole(), buffer_bytes=2 * SHAPE.value_bytes)
+    made.append(rank)
+    broken = (CHUNKS[0], Chunk(CHUNKS[1].hash, 1, (10_000, 10_001)))
+    for ticket in range(5):
+        found = rank.store(ticket, chunks=broken)
+        assert (found.chunks, found.problem) == (0, "error")
+    assert rank.store(10, chunks=CHUNKS[:2]).chunks == 2
+
+
+def test_orders_after_the_end_are_answered_too(server: RedisServer) -> None:
+    rank = Rank(server.url, range(HEADS), whole(), buffer_bytes=2 * SHAPE.value_bytes)
+    rank.end.close()
+    assert [rank.store(ticket).problem for ticket in range(3)] == ["error"] * 3
+    assert rank.fetch(5).problem == "error"
+    rank.end.close()
 
 
 def test_it_ends_within_seconds_although_redis_is_frozen(server: RedisServer) -> None:

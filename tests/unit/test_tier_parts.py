@@ -177,6 +177,58 @@ def test_deep_tokens_cost_more() -> None:
     assert model.compute_s(2000, 2100) == pytest.approx(100 * 3.05e-3, rel=0.1)
 
 
+def test_one_hiccup_of_the_link_does_not_decide_and_a_slower_link_does() -> None:
+    model = measured(1e9, 600)
+    for _ in range(5):
+        model.observe_round_trip(0.001)
+        model.observe_fetch(10 << 20, 0.001 + (10 << 20) / 1e9)
+    model.observe_fetch(1 << 20, 0.5)
+    model.observe_round_trip(0.5)
+    assert decided(model, 30, budget_s=0.5) == (30, "fetch")
+    assert model.fetch_bytes_per_s == pytest.approx(1e9)
+    for _ in range(2):
+        model.observe_fetch(1 << 20, 2.0)
+    assert decided(model, 30) == (0, "compute_is_faster")
+    for _ in range(3):
+        model.observe_fetch(1 << 20, 0.002)
+    assert decided(model, 30) == (30, "fetch"), "it may become fast again"
+
+
+def test_one_step_that_was_held_up_does_not_decide_and_a_slower_machine_does() -> None:
+    model = measured(100e6, 5000)
+    assert decided(model, 30) == (0, "compute_is_faster")
+    model.observe_prefill(100, 100, 10.0)
+    assert decided(model, 30) == (0, "compute_is_faster")
+    for _ in range(60):
+        model.observe_prefill(100, 100, 0.2)
+    assert decided(model, 30) == (30, "fetch")
+
+
+def test_measurements_of_nothing_change_nothing() -> None:
+    model = CostModel()
+    model.observe_fetch(0, 1.0)
+    assert decided(model, 3) == (3, "fetch")
+
+
+@given(
+    seconds=st.lists(st.floats(0, 100), min_size=1, max_size=60), depths=st.lists(st.integers(0, 8192), min_size=1),
+    first=st.integers(0, 8192), more=st.integers(1, 4096),
+)  # fmt: skip
+def test_whatever_was_measured_predictions_are_sane(
+    seconds: list[float], depths: list[int], first: int, more: int
+) -> None:
+    model = CostModel()
+    for place, second in enumerate(seconds):
+        model.observe_prefill(100, depths[place % len(depths)], second)
+        model.observe_round_trip(second)
+        model.observe_fetch(1 << 20, second)
+    whole = model.compute_s(first, first + more)
+    assert 0 <= whole < float("inf")
+    assert model.compute_s(first, first + more // 2) <= whole * (1 + 1e-9)
+    assert model.compute_s(first + more, first + 2 * more) >= whole * (1 - 1e-9), "deeper is never cheaper"
+    assert 0 <= model.fetch_s(1 << 20) <= model.fetch_s(2 << 20) < float("inf")
+
+
 @given(
     rate=st.floats(1e5, 1e11), speed=st.floats(10, 1e5), trip=st.floats(1e-5, 0.5), stored=st.integers(0, 40),
     tokens=st.integers(1, 4000), budget=st.floats(0, 5),
