@@ -88,6 +88,37 @@ class WorkerConfig(Frozen):
     )
 
 
+class PrefixConfig(Frozen):
+    """The prefix cache's tier in Redis: KV blocks of prompts that any group of the same namespace can reuse."""
+
+    enabled: bool = Field(True, description="Whether groups use a tier in Redis behind their own pages.")
+    redis: str | None = Field(
+        None,
+        description="URL of the KV Redis, which may evict: redis://, rediss://, unix://, "
+        "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE, redis+cluster://HOST:PORT. Unset: `quire serve` starts one; "
+        "elsewhere there is no tier.",
+    )
+    memory_bytes: Positive = Field(1 << 30, description="Of the KV Redis that `quire serve` starts.")
+    chunk_tokens: Literal[8, 16, 32, 64, 128, 256, 512, 1024] | None = Field(
+        None, description="Tokens of one value; unset: the least, from a block on, that makes a value of 1 MiB."
+    )
+    dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="At rest: auto is what pages hold; int8 is a quarter of float32, scaled by token and head, and a "
+        "little less exact.",
+    )
+    deadline_ms: Positive = Field(500, description="A request waits for the tier at most this long, all in all.")
+    claim_wait_ms: Positive = Field(
+        10_000, description="It waits at most this long for a prefix that another group is computing."
+    )
+    ttl_s: Positive = Field(3600, description="A prefix's beginning is kept this long after its last use.")
+    write_buffer_bytes: Positive = Field(
+        64 << 20, description="Of each rank, copied and not yet written; what comes beyond is not stored."
+    )
+    failures_to_open: Positive = Field(3, description="Failures in a row after which the tier is left alone.")
+    probe_ms: Positive = Field(1000, description="Then it is tried again after this long, twice as long each time.")
+
+
 class RouterConfig(Frozen):
     """The public port and what stands before the groups."""
 
@@ -139,6 +170,7 @@ class ClusterConfig(Frozen):
     )
     engine: EngineConfig = Field(default_factory=EngineConfig, description="Engine settings.")
     worker: WorkerConfig = Field(default_factory=WorkerConfig, description="Group process settings.")
+    prefix: PrefixConfig = Field(default_factory=PrefixConfig, description="The prefix cache's tier in Redis.")
     router: RouterConfig = Field(default_factory=RouterConfig, description="Router settings.")
 
     @model_validator(mode="after")
