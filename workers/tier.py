@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from cluster.blocks import BlockHash
+from cluster.tiers.cost import Decision
 
 
 class Chunk(NamedTuple):
@@ -61,6 +62,11 @@ class Tier(Protocol):
         """Ask what is stored of consecutive chunks. False: not now, and no answer follows."""
         ...
 
+    def decide(self, stored: int, first_token: int, prompt_tokens: int, budget_s: float) -> Decision:
+        """How many of ``stored`` chunks are worth fetching for a prompt whose tokens from ``first_token`` on (where the
+        first of these chunks begins) are in no page here."""
+        ...
+
     def fetch(self, ticket: int, chunks: Sequence[Chunk], timeout_s: float) -> None:
         """Fill pages. What is not verified by then does not count."""
         ...
@@ -73,8 +79,8 @@ class Tier(Protocol):
         """Whether the tier is believed to hold it; also keeps it from expiring (rarely, behind)."""
         ...
 
-    def claim(self, hashes: Sequence[BlockHash], seconds: float) -> None:
-        """Tell other groups that these will be stored in about so long."""
+    def claim(self, hashes: Sequence[BlockHash], first_token: int, prompt_tokens: int) -> None:
+        """Tell other groups that these chunks are being computed here, from ``first_token`` on."""
         ...
 
     def take_answers(self) -> list[TierAnswer]:
@@ -116,8 +122,18 @@ class TransferReport:
     bytes: int  # over the wire
     seconds: float  # busy with it, waiting in the queue not counted
     corrupt: tuple[int, ...] = ()  # of a fetch: places in the order whose bytes failed verification (now deleted)
-    problem: str = ""  # why the tier did not do it: "", "timeout", "connection", "full", "expired" (waited too long), or text
+    problem: str = ""  # why not all were done: "" (nothing failed), or one of PROBLEMS
 
+
+PROBLEMS = (
+    "timeout",  # Redis did not answer in time
+    "connection",  # it could not be reached, or went away
+    "full",  # it has no memory left for writes, or refuses them
+    "buffer",  # the rank's own staging buffers are full; Redis was not asked
+    "late",  # the order waited in the queue until its time was up; Redis was not asked
+    "error",  # anything else, which is in the rank's log
+)
+"""Of a TransferReport. A chunk that is missing or corrupt is no problem of the tier's."""
 
 Report: TypeAlias = Callable[[TransferReport], None]
 
@@ -134,7 +150,7 @@ class Transfers(Protocol):
 
     def stage(self, order: StoreOrder) -> None:
         """Copy the pages (in the order of steps: no later step may overwrite them first), then queue; never waits for
-        the tier. Where its buffers are full the report says so: 0 chunks, "full"."""
+        the tier."""
         ...
 
     def close(self) -> None:
