@@ -5,11 +5,11 @@ Of a tenant, all under one hash tag, so that one script may touch them on a Redi
     {cluster:tenant}:session:ID   hash: version, stamp, bytes, model, created, used (ms of Unix time)
     {cluster:tenant}:messages:ID  list: one JSON object per message, oldest first; expires in the same millisecond
     {cluster:tenant}:lease:ID     the token of the turn that runs; expires by itself
-    {cluster:tenant}:sessions     sorted set: ID by when it expires; what counts as a session, turns of new ones included
+    {cluster:tenant}:sessions     sorted set: ID by when it expires; what counts as a session, first turns included
     {cluster:tenant}:pins         hash: ID to bytes, of pinned sessions
 
-Tenant and ID are hashes of their names, which may hold any bytes. The *stamp* is the token of the turn that wrote last: a
-session that was deleted and made again has another one, even where its version is the same.
+Tenant and ID are hashes of their names, which may hold any bytes. The *stamp* is the token of the turn that wrote last:
+a session that was deleted and made again has another one, even where its version is the same.
 
 All begin with KEYS session, messages, lease, sessions, pins and ARGV id.
 """
@@ -63,7 +63,8 @@ else
   keep(session, messages, id, ttl)
 end
 redis.call('SET', lease, token, 'PX', lease_ms)
-local found = {'ok', now, version, redis.call('HGET', session, 'bytes') or '0', redis.call('HGET', session, 'stamp') or ''}
+local bytes, stamp = redis.call('HGET', session, 'bytes') or '0', redis.call('HGET', session, 'stamp') or ''
+local found = {'ok', now, version, bytes, stamp}
 for _, message in ipairs(redis.call('LRANGE', messages, 0, -1)) do found[#found + 1] = message end
 return found
 """
@@ -96,8 +97,8 @@ return 1
 )
 
 # ARGV: token, stamp, not after (ms of Redis' clock), ttl ms, most bytes, pin budget, model, bytes added, messages...
-# May be sent twice: the second finds its own stamp. One that Redis comes to too late, when the client has been told that
-# nothing is stored, does nothing. Returns ok, version, bytes, expires in ms | late | conflict | large, N | pinned, N.
+# May be sent twice: the second finds its own stamp. One that Redis comes to too late, when the client has been told
+# already, does nothing. Returns ok, version, bytes, expires in ms | late | conflict | large, N | pinned, N.
 COMMIT = (
     _COMMON
     + """

@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
@@ -50,6 +50,8 @@ COMMIT_PAUSE_S = 0.05
 RENEWALS_PER_LEASE = 3
 """So that two of them may be lost."""
 
+Result = TypeVar("Result")
+
 _log = get_logger("sessions")
 _AWAY = (RedisError, OSError, TimeoutError)
 
@@ -65,7 +67,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSession:
-    """A session as it lies in Redis. Times are Unix seconds of Redis' clock; ``expires_in_s`` is None for a pinned one."""
+    """A session as it lies in Redis. Times are Unix seconds, of Redis' clock; ``expires_in_s``: None when pinned."""
 
     messages: tuple[Message, ...]
     version: int
@@ -119,7 +121,9 @@ class SessionStore:
     # -- a turn ------------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def turn(self, tenant: str, session_id: str, version: int | None, new: Sequence[Message]) -> AsyncIterator[Turn]:
+    async def turn(
+        self, tenant: str, session_id: str, version: int | None, new: Sequence[Message]
+    ) -> AsyncIterator[Turn]:
         """Hold the lease of a session for the block. ``version``: what it must be at, None for whatever it is at.
 
         Raises SessionConflict, SessionNotFound, SessionLimit, SessionTooLarge, SessionStoreUnavailable, all before
@@ -128,16 +132,20 @@ class SessionStore:
         turn = Turn(self, _Address.of(self._cluster, tenant, session_id), session_id, self._tenants[tenant], new)
         try:
             await turn.begin(version)
+        except BaseException:
+            self.ending(turn.end())  # not awaited: where Redis is away the client should hear so at once
+            raise
+        try:
             yield turn
         finally:
-            await self.ending(turn.end())
+            await asyncio.shield(self.ending(turn.end()))
 
-    async def ending(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Await ``work``, which goes on to its end when the caller is cancelled."""
+    def ending(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Run ``work`` to its end, whatever becomes of the caller."""
         task = asyncio.create_task(work)
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
-        return await asyncio.shield(task)
+        return task
 
     # -- single calls ------------------------------------------------------------------------------------------------
 
@@ -235,6 +243,7 @@ class Turn:
         self._new = list(new)
         self._token = secrets.token_hex(16)
         self._stamp = ""
+        self._done = False  # it certainly holds no lease
         self._clock_ms = 0.0  # Redis' clock less ours
         self._stopping = asyncio.Event()
         self._renewing: asyncio.Task[None] | None = None
@@ -242,11 +251,18 @@ class Turn:
     async def begin(self, expected: int | None) -> None:
         """Take the lease and read what is stored."""
         store, quota = self._store, self._quota
-        arguments = (self._token, store.lease_ms, store.ttl_ms, quota.max_sessions, "" if expected is None else expected)
+        arguments = (
+            self._token,
+            store.lease_ms,
+            store.ttl_ms,
+            quota.max_sessions,
+            "" if expected is None else expected,
+        )
         verdict, *found = cast(
             list[Any], await store.eval(scripts.BEGIN, self._address.keys, self._address.id, *arguments)
         )
         if verdict != b"ok":
+            self._done = True
             raise self._refusal(verdict, found, expected)
         now_ms, version, size, stamp, *messages = found
         self._set_clock(int(now_ms))
@@ -263,11 +279,13 @@ class Turn:
 
         Raises SessionNotStored, SessionConflict, SessionTooLarge, PinBudget.
         """
-        return cast(Committed, await self._store.ending(self._commit(answer, model)))
+        return await asyncio.shield(self._store.ending(self._commit(answer, model)))
 
     async def end(self) -> None:
         """Give the lease back, if it is still this turn's. Never raises: a lease ends by itself."""
         await self._stop_renewing()
+        if self._done:
+            return
         with contextlib.suppress(SessionStoreUnavailable):
             await self._store.eval(scripts.RELEASE, self._address.keys, self._address.id, self._token)
 
@@ -293,7 +311,7 @@ class Turn:
         return self._stopping.is_set()
 
     async def _stop_renewing(self) -> None:
-        # Not cancelled: a renewal that is under way would land behind the release and hold the session for a whole lease.
+        # Not cancelled: a renewal that is under way would land behind the release, and hold the session for a lease.
         self._stopping.set()
         if self._renewing is not None:
             await self._renewing
@@ -312,6 +330,7 @@ class Turn:
         added = sum(map(len, packed))
         verdict, *found = await self._until_answered(self._token, self._stamp, *limits, model, added, *packed)
         if verdict == b"ok":
+            self._done = True
             version, size, expires_ms = found
             return Committed(version=int(version), bytes=int(size), expires_in_s=_seconds(expires_ms))
         raise self._not_stored(verdict, found)
@@ -323,15 +342,17 @@ class Turn:
             async with asyncio.timeout(self._store.timeout_s):
                 while True:
                     try:
-                        return cast(list[Any], await self._store.eval(scripts.COMMIT, keys, self._address.id, *arguments))
+                        return cast(
+                            list[Any], await self._store.eval(scripts.COMMIT, keys, self._address.id, *arguments)
+                        )
                     except SessionStoreUnavailable as error:
                         if isinstance(error.__cause__, ResponseError):
                             raise  # full, or read-only: it did answer
                     await asyncio.sleep(COMMIT_PAUSE_S)
         except (SessionStoreUnavailable, TimeoutError) as error:
             raise SessionNotStored(
-                "the answer is complete, and the control Redis did not confirm that the turn is stored; when it is back, "
-                f"GetSession tells: version {self.version + 1} means it is, else send the turn again",
+                "the answer is complete, and the control Redis did not confirm that the turn is stored; when it is "
+                f"back, GetSession tells: version {self.version + 1} means it is, else send the turn again",
                 version=self.version + 1,
             ) from error
 
@@ -364,7 +385,7 @@ class Turn:
             return _over_budget(int(found[0]), self._quota.pinned_bytes)
         if verdict == b"late":
             return SessionNotStored(
-                "the answer is complete, and the turn is not stored: the control Redis was too slow; send the turn again",
+                "the answer is complete, and the turn is not stored: the control Redis was too slow; send it again",
                 version=self.version + 1,
             )
         return self._lost()
