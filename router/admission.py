@@ -27,8 +27,8 @@ MAX_BUCKETS = 10_000
 class TokenBucket:
     """Tokens flow in at ``per_minute``, up to a minute's worth; taking may overdraw it, letting in needs a token in it.
 
-    What a request will take is not known when it is let in, so it is charged when it is: over time no more comes out than
-    flows in, however large the last request was.
+    What a request will take is not known when it is let in, so it is charged when it is: over time no more comes out
+    than flows in, however large the last request was.
     """
 
     def __init__(self, per_minute: int, now: float) -> None:
