@@ -11,6 +11,9 @@ Of a tenant, all under one hash tag, so that one script may touch them on a Redi
 Tenant and ID are hashes of their names, which may hold any bytes. The *stamp* is the token of the turn that wrote last:
 a session that was deleted and made again has another one, even where its version is the same.
 
+A Redis that is full refuses a script at its first write, and only there: BEGIN and COMMIT begin with one that needs
+memory.
+
 All begin with KEYS session, messages, lease, sessions, pins and ARGV id.
 """
 
@@ -55,14 +58,16 @@ local token, lease_ms, ttl, most, expected = ARGV[2], tonumber(ARGV[3]), tonumbe
 local version = redis.call('HGET', session, 'version') or '0'
 if redis.call('EXISTS', lease) == 1 then return {'busy', version} end
 if expected ~= '' and expected ~= version then return {'version', version} end
-if version == '0' then
+redis.call('SET', lease, token, 'PX', lease_ms)
+if version ~= '0' then
+  keep(session, messages, id, ttl)
+elseif count() < most then
   redis.call('HDEL', pins, id)
-  if count() >= most then return {'full'} end
   redis.call('ZADD', index, now + lease_ms, id)
 else
-  keep(session, messages, id, ttl)
+  redis.call('DEL', lease)
+  return {'full'}
 end
-redis.call('SET', lease, token, 'PX', lease_ms)
 local bytes, stamp = redis.call('HGET', session, 'bytes') or '0', redis.call('HGET', session, 'stamp') or ''
 local found = {'ok', now, version, bytes, stamp}
 for _, message in ipairs(redis.call('LRANGE', messages, 0, -1)) do found[#found + 1] = message end

@@ -213,7 +213,7 @@ class SessionStore:
         except _AWAY as error:
             self._note(error)
             raise SessionStoreUnavailable(
-                "stored sessions are not to be had now: the control Redis does not answer; "
+                "stored sessions are not to be had now: the control Redis is away, or full; "
                 "send the whole conversation without a session, or try again",
                 retry_after_ms=AWAY_RETRY_MS,
             ) from error
