@@ -174,7 +174,7 @@ class Overloaded(QuireError):
 
 
 class QuotaExceeded(QuireError):
-    """The tenant has used up what it may; ``quota`` in the metadata says of what. Try again after ``retry_after_ms``."""
+    """The tenant has used up what it may, now; ``quota`` in the metadata says of what."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "QUOTA_EXCEEDED"
