@@ -224,7 +224,10 @@ class SessionStore:
         """Log the change, not every call."""
         if self._live != (error is None):
             self._live = error is None
-            _log.warning("sessions cannot be reached: %r", error) if error else _log.info("sessions are back")
+            if error is None:
+                _log.info("stored sessions are back")
+            else:
+                _log.warning("stored sessions are away: %s: %s", type(error).__name__, error)
 
 
 class Turn:
@@ -333,7 +336,9 @@ class Turn:
             self._done = True
             version, size, expires_ms = found
             return Committed(version=int(version), bytes=int(size), expires_in_s=_seconds(expires_ms))
-        raise self._not_stored(verdict, found)
+        error = self._not_stored(verdict, found)
+        _log.warning("a turn that is complete is not stored: %s", error.reason)
+        raise error
 
     async def _until_answered(self, *arguments: str | bytes | int) -> list[Any]:
         """A commit may be sent again, so a connection that breaks costs nothing while there is time."""
