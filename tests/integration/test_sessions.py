@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from cluster.errors import (
@@ -32,8 +34,9 @@ from cluster.errors import (
     SessionTooLarge,
 )
 from cluster.lifecycle import dies_with_parent
+from cluster.pb import inference_pb2_grpc
 from router.auth import make_key
-from router.client import AsyncClient, AsyncStream, RetryPolicy
+from router.client import AsyncClient, AsyncStream, Client, RetryPolicy
 from tests.support.models import smollm2
 from tests.support.redis import RedisServer, running_redis
 from tests.support.routers import SEED, Answer, World, running_router, world
@@ -669,23 +672,47 @@ async def test_another_tenants_session_is_none(here: tuple[str, str], tmp_path: 
 # -- the client ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_client_never_runs_a_turn_twice(here: tuple[str, str]) -> None:
+class Broken(inference_pb2_grpc.InferenceServicer):
+    """Each call ends as one whose connection broke: UNAVAILABLE, and not a word from a router."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def _break(self, request: Any, context: Any) -> None:
+        self.calls += 1
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
+
+    Chat = DeleteSession = ForkSession = GetSession = _break
+
+
+async def test_a_client_never_stores_twice() -> None:
     """A connection that broke before the first event may have broken behind the commit."""
-    async with ScriptedGroup(*here, "g0") as group, running_router(*here) as router:
-        await eventually(lambda: router._groups.usable("m"), "the group is connected")
-        group.engine.gate.clear()
-        async with AsyncClient(f"127.0.0.1:{router.port}", retry=RetryPolicy(attempts=3, first_delay_s=0.01)) as client:
-            turn = asyncio.create_task(say(client, "Hello"))
-            await eventually(lambda: len(group.requests) == 1, "the turn is in its group")
-            port = router.port
-            await router._server.stop(None)  # as kill -9 looks from outside: no status, only a broken connection
+    server, broken = grpc.aio.server(), Broken()
+    inference_pb2_grpc.add_InferenceServicer_to_server(broken, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    retry = RetryPolicy(attempts=3, first_delay_s=0.01)
+    try:
+        async with AsyncClient(f"127.0.0.1:{port}", retry=retry) as client:
+            calls: list[tuple[Any, int]] = [
+                (lambda: say(client, "Hello", "s"), 1),
+                (lambda: client.delete_session("s"), 1),
+                (lambda: client.fork_session("s", "t"), 1),
+                (lambda: say(client, "Hello", None), 3),
+                (lambda: client.get_session("s"), 3),
+            ]
+            for call, tries in calls:
+                broken.calls = 0
+                with pytest.raises(NoGroup):
+                    await call()
+                assert broken.calls == tries
+        with Client(f"127.0.0.1:{port}", retry=retry) as plain:
+            broken.calls = 0
             with pytest.raises(NoGroup):
-                await turn
-            group.engine.gate.set()
-        async with running_router(*here, port=port) as again, AsyncClient(f"127.0.0.1:{port}") as client:
-            await eventually(lambda: again._groups.usable("m"), "the group is connected again")
-            await asyncio.sleep(0.2)
-            assert len(group.requests) == 1
+                await asyncio.to_thread(plain.chat_text, "Hello", session="s")
+            assert broken.calls == 1
+    finally:
+        await server.stop(None)
 
 
 async def test_a_turn_that_a_router_refused_is_tried_again(here: tuple[str, str]) -> None:
