@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, ValidationError, model_validator
 
 from cluster.errors import ConfigError
 
@@ -21,6 +21,7 @@ WeightFormat = Literal["auto", "int8"]
 CollectiveName = Literal["auto", "memory", "torch"]
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+TenantName = Annotated[str, StringConstraints(pattern=r"^(\*|[A-Za-z0-9._-]{1,64})$")]
 
 
 class Frozen(BaseModel):
@@ -146,6 +147,40 @@ class RouterConfig(Frozen):
     )
 
 
+class SessionsConfig(Frozen):
+    """Stored sessions, in the control Redis. How many and how large: see ``tenants``."""
+
+    ttl_s: Positive = Field(86_400, description="A session is dropped this long after its last turn.")
+    lease_s: PositiveFloat = Field(
+        10.0, description="A turn's hold on its session, renewed while it runs; a router that died keeps it this long."
+    )
+    timeout_ms: Positive = Field(
+        1000, description="A session call waits this long for Redis, then is UNAVAILABLE; what needs none goes on."
+    )
+
+
+class TenantConfig(Frozen):
+    """What a tenant may use. Requests and tokens are counted by each router for itself."""
+
+    max_active_requests: Positive | None = Field(
+        None, description="Requests in flight through one router; null: no limit of its own."
+    )
+    tokens_per_minute: Positive | None = Field(
+        None,
+        description="Prompt tokens computed plus output tokens through one router, over time; a minute's worth may be "
+        "used at once. null: no limit.",
+    )
+    max_sessions: Positive = Field(1000, description="Stored sessions, pinned ones too.")
+    session_bytes: Positive = Field(1 << 20, description="Of one session's messages.")
+    pinned_bytes: int = Field(16 << 20, ge=0, description="Of all pinned sessions together, which never run out.")
+    cache_domain: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="Tenants with the same name here share cached prefixes, and can find out by timing what the "
+        "others' prompts begin with. null: the tenant shares with nobody.",
+    )
+
+
 class ClusterConfig(Frozen):
     """The whole cluster."""
 
@@ -180,6 +215,11 @@ class ClusterConfig(Frozen):
     worker: WorkerConfig = Field(default_factory=WorkerConfig, description="Group process settings.")
     prefix: PrefixConfig = Field(default_factory=PrefixConfig, description="The prefix cache's tier in Redis.")
     router: RouterConfig = Field(default_factory=RouterConfig, description="Router settings.")
+    sessions: SessionsConfig = Field(default_factory=SessionsConfig, description="Stored sessions.")
+    tenants: dict[TenantName, TenantConfig] = Field(
+        default_factory=dict,
+        description="Quotas by tenant; '*' is everybody without a section, and what a section leaves unset.",
+    )
 
     @model_validator(mode="after")
     def _supported(self) -> ClusterConfig:

@@ -92,6 +92,56 @@ class ModelNotFound(QuireError):
     reason = "MODEL_NOT_FOUND"
 
 
+class SessionNotFound(QuireError):
+    """The tenant has no stored session of this name: it ran out, was deleted, or never was."""
+
+    code = "NOT_FOUND"
+    reason = "SESSION_NOT_FOUND"
+
+
+class SessionExists(QuireError):
+    """A session is to be made under a name that is taken."""
+
+    code = "ALREADY_EXISTS"
+    reason = "SESSION_EXISTS"
+
+
+class SessionConflict(QuireError):
+    """Another turn runs on the session, or it is not what the turn began with. Nothing was stored."""
+
+    code = "ABORTED"
+    reason = "SESSION_CONFLICT"
+
+
+class SessionNotStored(QuireError):
+    """The answer was delivered, and the control Redis did not confirm that the turn is stored."""
+
+    # Not UNAVAILABLE, which proxies retry by themselves: the call has had its answer.
+    code = "ABORTED"
+    reason = "SESSION_NOT_STORED"
+
+
+class SessionTooLarge(QuireError):
+    """A session would be larger than its tenant's sessions may be."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "SESSION_TOO_LARGE"
+
+
+class SessionLimit(QuireError):
+    """The tenant has as many sessions as it may."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "SESSION_LIMIT"
+
+
+class PinBudget(QuireError):
+    """The tenant's pinned sessions would be larger, together, than they may be."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "PIN_BUDGET"
+
+
 class Unauthenticated(QuireError):
     """No credential, or one that is not known."""
 
@@ -121,6 +171,20 @@ class Overloaded(QuireError):
 
     code = "RESOURCE_EXHAUSTED"
     reason = "OVERLOADED"
+
+
+class QuotaExceeded(QuireError):
+    """The tenant has used up what it may, now; ``quota`` in the metadata says of what."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "QUOTA_EXCEEDED"
+
+
+class SessionStoreUnavailable(QuireError):
+    """The control Redis, which keeps the sessions, does not answer."""
+
+    code = "UNAVAILABLE"
+    reason = "SESSION_STORE_UNAVAILABLE"
 
 
 class NoGroup(QuireError):

@@ -25,15 +25,16 @@ class _Sample:
     tokens: int = 0  # received and kept
     sent_any: bool = False
     done: bool = False
+    sent: list[str] = field(default_factory=list)  # the whole text so far, less what is in ``text``
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[common_pb2.PositionLogprobs] = field(default_factory=list)
 
     def take(self) -> inference_pb2.GenerateEvent:
         """Everything that has not been sent yet, as one delta."""
-        delta = inference_pb2.Delta(
-            index=self.index, text="".join(self.text), token_ids=self.token_ids, logprobs=self.logprobs
-        )
+        text = "".join(self.text)
+        delta = inference_pb2.Delta(index=self.index, text=text, token_ids=self.token_ids, logprobs=self.logprobs)
+        self.sent.append(text)
         self.text, self.token_ids, self.logprobs = [], [], []
         self.sent_any = True
         return inference_pb2.GenerateEvent(delta=delta)
@@ -60,6 +61,16 @@ class Answer:
     def done(self) -> bool:
         """Whether every sample has sent its Finished."""
         return all(sample.done for sample in self._samples)
+
+    @property
+    def started(self) -> bool:
+        """Whether a group began to compute it."""
+        return self._started
+
+    @property
+    def text(self) -> str:
+        """Of the first sample, as far as it was sent; without echo."""
+        return "".join(self._samples[0].sent)
 
     @property
     def completion_tokens(self) -> int:

@@ -66,9 +66,15 @@ class RetryPolicy:
     first_delay_s: float = 0.2
     max_delay_s: float = 5.0
 
-    def delay_s(self, error: QuireError, attempt: int, left_s: float | None) -> float | None:
-        """Seconds until the next try after the ``attempt``-th failed; None: no more. ``left_s`` to the deadline."""
+    def delay_s(self, error: QuireError, attempt: int, left_s: float | None, *, changes: bool = False) -> float | None:
+        """Seconds until the next try after the ``attempt``-th failed; None: no more. ``left_s`` to the deadline.
+
+        ``changes``: the call stores something. Then only a router's own refusal is worth a try: where a connection
+        broke, the first one may have been stored.
+        """
         if attempt >= self.attempts or not isinstance(error, _RETRYABLE):
+            return None
+        if changes and "grpc_code" in error.metadata:
             return None
         backoff_s = min(self.max_delay_s, self.first_delay_s * 2.0 ** (attempt - 1))
         # The server's hint is a floor; jitter above it keeps refused clients from coming back all at once.
@@ -92,7 +98,15 @@ class _Deadline:
 class Stream:
     """The events of one call. Iterate; ``cancel`` from any thread, or leave a ``with`` block, to give it up."""
 
-    def __init__(self, start: Callable[[float | None], Any], timeout_s: float | None, retry: RetryPolicy) -> None:
+    def __init__(
+        self,
+        start: Callable[[float | None], Any],
+        timeout_s: float | None,
+        retry: RetryPolicy,
+        *,
+        changes: bool = False,
+    ) -> None:
+        self._changes = changes
         self._start = start
         self._deadline = _Deadline(timeout_s)
         self._retry = retry
@@ -136,7 +150,8 @@ class Stream:
                 if self._cancelled.is_set():
                     return
                 error = from_rpc_error(rpc_error)
-                delay_s = None if received else self._retry.delay_s(error, attempt, self._deadline.left_s())
+                left_s = self._deadline.left_s()
+                delay_s = None if received else self._retry.delay_s(error, attempt, left_s, changes=self._changes)
                 if delay_s is None:
                     raise error from rpc_error
             except GeneratorExit:
@@ -183,15 +198,22 @@ class Client:
         self,
         messages: Messages,
         *,
+        session: str | None = None,
+        session_version: int | None = None,
         model: str = "",
         template_variables_json: str = "",
         timeout_s: float | None = None,
         **options: Any,
     ) -> Stream:
-        """Answer a conversation. Raises InvalidRequest for an unknown option; the stream raises QuireError."""
-        return self._stream(
-            self._inference.Chat, chat_request(messages, model, template_variables_json, options), timeout_s
-        )
+        """Answer a conversation. Raises InvalidRequest for an unknown option; the stream raises QuireError.
+
+        ``session``: the cluster keeps the conversation under this name, and ``messages`` are only what is new. The last
+        event, ``stored``, tells the version that is stored then; give it as ``session_version`` with the next turn to
+        be sure that nothing came between (0: the session must be new). A turn runs at most once: see SessionTurn in
+        the proto for what is refused, and when an answer was delivered and is not stored.
+        """
+        request = chat_request(messages, model, template_variables_json, options, session, session_version)
+        return self._stream(self._inference.Chat, request, timeout_s, changes=session is not None)
 
     def chat_text(self, messages: Messages, **options: Any) -> str:
         """The whole answer at once; options as in ``chat``."""
@@ -245,18 +267,43 @@ class Client:
         )
         return found
 
+    def get_session(self, session: str, *, timeout_s: float | None = None) -> inference_pb2.Session:
+        """What is stored. Raises SessionNotFound; so do the next three."""
+        request = inference_pb2.GetSessionRequest(session_id=session)
+        found: inference_pb2.Session = self._ask(self._inference.GetSession, request, timeout_s)
+        return found
+
+    def delete_session(self, session: str, *, timeout_s: float | None = None) -> None:
+        """Drop it; a turn that runs on it is ended."""
+        request = inference_pb2.DeleteSessionRequest(session_id=session)
+        self._ask(self._inference.DeleteSession, request, timeout_s, changes=True)
+
+    def fork_session(self, session: str, new_session: str, *, timeout_s: float | None = None) -> inference_pb2.Session:
+        """Copy it under a new name. Raises SessionExists, SessionLimit."""
+        request = inference_pb2.ForkSessionRequest(session_id=session, new_session_id=new_session)
+        copy: inference_pb2.Session = self._ask(self._inference.ForkSession, request, timeout_s, changes=True)
+        return copy
+
+    def pin_session(
+        self, session: str, *, pinned: bool = True, timeout_s: float | None = None
+    ) -> inference_pb2.Session:
+        """Keep it for ever, or (``pinned=False``) no longer. Raises PinBudget."""
+        request = inference_pb2.PinSessionRequest(session_id=session, pinned=pinned)
+        found: inference_pb2.Session = self._ask(self._inference.PinSession, request, timeout_s)
+        return found
+
     def cluster(self, *, timeout_s: float | None = None) -> inference_pb2.Cluster:
-        """The groups as this router sees them now."""
+        """The groups as this router sees them now, and what the caller's tenant has used of it."""
         found: inference_pb2.Cluster = self._ask(self._admin.GetCluster, inference_pb2.GetClusterRequest(), timeout_s)
         return found
 
-    def _stream(self, method: Any, request: Any, timeout_s: float | None) -> Stream:
+    def _stream(self, method: Any, request: Any, timeout_s: float | None, *, changes: bool = False) -> Stream:
         def start(left_s: float | None) -> Any:
             return method(request, timeout=left_s, metadata=self._metadata)
 
-        return Stream(start, self._timeout_s if timeout_s is None else timeout_s, self._retry)
+        return Stream(start, self._timeout_s if timeout_s is None else timeout_s, self._retry, changes=changes)
 
-    def _ask(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+    def _ask(self, method: Any, request: Any, timeout_s: float | None, *, changes: bool = False) -> Any:
         deadline = _Deadline(self._timeout_s if timeout_s is None else timeout_s)
         attempt = 1
         while True:
@@ -264,7 +311,7 @@ class Client:
                 return method(request, timeout=deadline.left_s(), metadata=self._metadata)
             except grpc.RpcError as rpc_error:
                 error = from_rpc_error(rpc_error)
-                delay_s = self._retry.delay_s(error, attempt, deadline.left_s())
+                delay_s = self._retry.delay_s(error, attempt, deadline.left_s(), changes=changes)
                 if delay_s is None:
                     raise error from rpc_error
             time.sleep(delay_s)
@@ -277,7 +324,15 @@ class Client:
 class AsyncStream:
     """As Stream, with ``async for`` and ``async with``."""
 
-    def __init__(self, start: Callable[[float | None], Any], timeout_s: float | None, retry: RetryPolicy) -> None:
+    def __init__(
+        self,
+        start: Callable[[float | None], Any],
+        timeout_s: float | None,
+        retry: RetryPolicy,
+        *,
+        changes: bool = False,
+    ) -> None:
+        self._changes = changes
         self._start = start
         self._deadline = _Deadline(timeout_s)
         self._retry = retry
@@ -323,7 +378,8 @@ class AsyncStream:
                 if self._cancelled.is_set():
                     return
                 error = from_rpc_error(rpc_error)
-                delay_s = None if received else self._retry.delay_s(error, attempt, self._deadline.left_s())
+                left_s = self._deadline.left_s()
+                delay_s = None if received else self._retry.delay_s(error, attempt, left_s, changes=self._changes)
                 if delay_s is None:
                     raise error from rpc_error
             except asyncio.CancelledError:
@@ -376,15 +432,16 @@ class AsyncClient:
         self,
         messages: Messages,
         *,
+        session: str | None = None,
+        session_version: int | None = None,
         model: str = "",
         template_variables_json: str = "",
         timeout_s: float | None = None,
         **options: Any,
     ) -> AsyncStream:
         """As Client.chat."""
-        return self._stream(
-            self._inference.Chat, chat_request(messages, model, template_variables_json, options), timeout_s
-        )
+        request = chat_request(messages, model, template_variables_json, options, session, session_version)
+        return self._stream(self._inference.Chat, request, timeout_s, changes=session is not None)
 
     async def chat_text(self, messages: Messages, **options: Any) -> str:
         """The whole answer at once; options as in ``chat``."""
@@ -441,20 +498,47 @@ class AsyncClient:
         )
         return found
 
+    async def get_session(self, session: str, *, timeout_s: float | None = None) -> inference_pb2.Session:
+        """What is stored. Raises SessionNotFound; so do the next three."""
+        request = inference_pb2.GetSessionRequest(session_id=session)
+        found: inference_pb2.Session = await self._ask(self._inference.GetSession, request, timeout_s)
+        return found
+
+    async def delete_session(self, session: str, *, timeout_s: float | None = None) -> None:
+        """Drop it; a turn that runs on it is ended."""
+        request = inference_pb2.DeleteSessionRequest(session_id=session)
+        await self._ask(self._inference.DeleteSession, request, timeout_s, changes=True)
+
+    async def fork_session(
+        self, session: str, new_session: str, *, timeout_s: float | None = None
+    ) -> inference_pb2.Session:
+        """Copy it under a new name. Raises SessionExists, SessionLimit."""
+        request = inference_pb2.ForkSessionRequest(session_id=session, new_session_id=new_session)
+        copy: inference_pb2.Session = await self._ask(self._inference.ForkSession, request, timeout_s, changes=True)
+        return copy
+
+    async def pin_session(
+        self, session: str, *, pinned: bool = True, timeout_s: float | None = None
+    ) -> inference_pb2.Session:
+        """Keep it for ever, or (``pinned=False``) no longer. Raises PinBudget."""
+        request = inference_pb2.PinSessionRequest(session_id=session, pinned=pinned)
+        found: inference_pb2.Session = await self._ask(self._inference.PinSession, request, timeout_s)
+        return found
+
     async def cluster(self, *, timeout_s: float | None = None) -> inference_pb2.Cluster:
-        """The groups as this router sees them now."""
+        """The groups as this router sees them now, and what the caller's tenant has used of it."""
         found: inference_pb2.Cluster = await self._ask(
             self._admin.GetCluster, inference_pb2.GetClusterRequest(), timeout_s
         )
         return found
 
-    def _stream(self, method: Any, request: Any, timeout_s: float | None) -> AsyncStream:
+    def _stream(self, method: Any, request: Any, timeout_s: float | None, *, changes: bool = False) -> AsyncStream:
         def start(left_s: float | None) -> Any:
             return method(request, timeout=left_s, metadata=self._metadata)
 
-        return AsyncStream(start, self._timeout_s if timeout_s is None else timeout_s, self._retry)
+        return AsyncStream(start, self._timeout_s if timeout_s is None else timeout_s, self._retry, changes=changes)
 
-    async def _ask(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+    async def _ask(self, method: Any, request: Any, timeout_s: float | None, *, changes: bool = False) -> Any:
         deadline = _Deadline(self._timeout_s if timeout_s is None else timeout_s)
         attempt = 1
         while True:
@@ -462,7 +546,7 @@ class AsyncClient:
                 return await method(request, timeout=deadline.left_s(), metadata=self._metadata)
             except grpc.RpcError as rpc_error:
                 error = from_rpc_error(rpc_error)
-                delay_s = self._retry.delay_s(error, attempt, deadline.left_s())
+                delay_s = self._retry.delay_s(error, attempt, deadline.left_s(), changes=changes)
                 if delay_s is None:
                     raise error from rpc_error
             await asyncio.sleep(delay_s)
@@ -483,14 +567,23 @@ def generate_request(prompt: Prompt, model: str, options: Mapping[str, Any]) -> 
 
 
 def chat_request(
-    messages: Messages, model: str, template_variables_json: str, options: Mapping[str, Any]
+    messages: Messages,
+    model: str,
+    template_variables_json: str,
+    options: Mapping[str, Any],
+    session: str | None = None,
+    session_version: int | None = None,
 ) -> inference_pb2.ChatRequest:
-    """The message for a conversation. Raises as ``generate_request``."""
+    """The message for a conversation, or for a session's next turn. Raises as ``generate_request``."""
+    if session is None and session_version is not None:
+        raise InvalidRequest.of("session_version", session_version, "needs a session")
+    turn = {"session_id": session, "version": session_version}
     return inference_pb2.ChatRequest(
         model=model,
         messages=_messages(messages),
         options=_options(options),
         template_variables_json=template_variables_json,
+        session=None if session is None else _made("session", inference_pb2.SessionTurn, turn),
     )
 
 

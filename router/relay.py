@@ -23,6 +23,7 @@ from router.groups import Groups
 from router.links import Attempt, GroupLink
 from router.policy import Choice, RequestFacts
 from router.sessions import Affinity
+from router.tenants import Tenants
 from router.validation import ValidRequest
 
 _log = get_logger("relay")
@@ -40,6 +41,7 @@ class Routing:
     config: RouterConfig
     cluster_secret: bytes
     rng: random.Random
+    tenants: Tenants
 
 
 class Relay:
@@ -147,9 +149,8 @@ class Relay:
 
     def _root(self, hello: worker_pb2.GroupHello) -> BlockHash:
         request = self.request
-        return blocks.root(
-            self._routing.cluster_secret, request.tenant, hello.namespace, adapter="", salt=request.cache_salt
-        )
+        domain = self._routing.tenants.cache_domain(request.tenant)
+        return blocks.root(self._routing.cluster_secret, domain, hello.namespace, adapter="", salt=request.cache_salt)
 
     # -- sending and moving ------------------------------------------------------------------------------------------
 

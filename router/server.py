@@ -28,7 +28,9 @@ from router.groups import Groups
 from router.relay import Routing
 from router.served import ServedModel
 from router.service import AdminServicer, InferenceServicer, Service
+from router.session_store import SessionStore
 from router.sessions import Affinity
+from router.tenants import Tenants
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 SERVICES = tuple(service.full_name for service in inference_pb2.DESCRIPTOR.services_by_name.values())
@@ -59,14 +61,17 @@ class RouterServer:
             router,
             on_change=self._on_groups_changed,
         )
+        tenants = Tenants(config.tenants)
+        self._sessions = SessionStore(_required(config.redis, "redis"), config.cluster, config.sessions, tenants)
         routing = Routing(
             groups=self._groups,
             affinity=Affinity(),
             config=router,
             cluster_secret=_secret(config.cluster_secret, "cluster_secret").encode(),
             rng=random.Random(),
+            tenants=tenants,
         )
-        self._service = Service(router, model, routing, Authenticator(router.api_keys_file))
+        self._service = Service(router, model, routing, Authenticator(router.api_keys_file), self._sessions)
         self._health = health.aio.HealthServicer()
         self._health_news = asyncio.Event()
         self._health_task: asyncio.Task[None] | None = None
@@ -115,6 +120,7 @@ class RouterServer:
             self._health_task.cancel()
             await asyncio.gather(self._health_task, return_exceptions=True)
         await self._server.stop(CLOSE_TIMEOUT_S)
+        await self._sessions.close()
         await self._groups.close()
         self._model.close()
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc.aio
@@ -17,6 +18,7 @@ from cluster.config import RouterConfig
 from cluster.errors import (
     DeadlineExceeded,
     Draining,
+    InvalidRequest,
     MethodNotSupported,
     NoGroup,
     PromptEmpty,
@@ -26,6 +28,7 @@ from cluster.errors import (
 from cluster.pb import inference_pb2, inference_pb2_grpc
 from cluster.telemetry import get_logger
 from router import validation
+from router.accounting import Accounting, Meter
 from router.admission import Admission
 from router.answer import Answer
 from router.auth import Authenticator
@@ -33,7 +36,8 @@ from router.interrupt import Interrupt
 from router.links import GroupLink, State
 from router.relay import Relay, Routing
 from router.served import ServedModel
-from router.validation import Conversation, Limits, Parsed, ValidRequest
+from router.session_store import SessionStore, StoredSession, Turn
+from router.validation import Conversation, Limits, Parsed, SessionRef, ValidRequest
 
 if TYPE_CHECKING:
     Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -50,13 +54,30 @@ _STATES = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """When a call came in, and when it must be over (None: never), by the event loop's clock."""
+
+    at: float
+    deadline: float | None
+
+
 class Service:
     """What the servicers share. Lives on one event loop."""
 
     def __init__(
-        self, config: RouterConfig, model: ServedModel, routing: Routing, authenticator: Authenticator
+        self,
+        config: RouterConfig,
+        model: ServedModel,
+        routing: Routing,
+        authenticator: Authenticator,
+        sessions: SessionStore,
     ) -> None:
-        self.admission = Admission(config.max_active_requests, shared=lambda: authenticator.shared)
+        self.admission = Admission(
+            config.max_active_requests, shared=lambda: authenticator.shared, tenants=routing.tenants
+        )
+        self._accounting = Accounting()
+        self._sessions = sessions
         self._config = config
         self._model = model
         self._routing = routing
@@ -98,36 +119,77 @@ class Service:
     async def generate(self, context: Context, tenant: str, message: inference_pb2.GenerateRequest) -> None:
         """The Generate call."""
         parsed = validation.parse_generate(message, self._model.check_name(message.model), self._model.vocab_size)
-        await self._stream(context, tenant, parsed)
+        with self._let_in(tenant):
+            await self._stream(context, tenant, parsed, _accepted(context))
 
     async def chat(self, context: Context, tenant: str, message: inference_pb2.ChatRequest) -> None:
         """The Chat call."""
         parsed = validation.parse_chat(message, self._model.check_name(message.model), self._model.vocab_size)
-        await self._stream(context, tenant, parsed)
+        accepted = _accepted(context)
+        with self._let_in(tenant):
+            if parsed.session is None:
+                await self._stream(context, tenant, parsed, accepted)
+            else:
+                await self._session_turn(context, tenant, parsed, parsed.session, accepted)
 
-    async def _stream(self, context: Context, tenant: str, parsed: Parsed) -> None:
+    async def _session_turn(
+        self, context: Context, tenant: str, parsed: Parsed, session: SessionRef, accepted: Accepted
+    ) -> None:
+        assert isinstance(parsed.prompt, Conversation)
+        new = parsed.prompt.messages
+        async with self._sessions.turn(tenant, session.session_id, session.version, new) as turn:
+            whole = validation.with_history(parsed, turn.messages)
+            # What ends a stream from outside, a deadline or the router's end, must not part an answer that is complete
+            # from being stored: the commit has a limit of its own.
+            answer = await self._stream(context, tenant, whole, accepted, turn)
+            stored = await turn.commit(answer.text, parsed.model)
+        event = inference_pb2.Stored(
+            session_id=session.session_id,
+            version=stored.version,
+            bytes=stored.bytes,
+            expires_in_s=stored.expires_in_s or 0.0,
+        )
+        await context.write(inference_pb2.GenerateEvent(stored=event))
+
+    async def _stream(
+        self, context: Context, tenant: str, parsed: Parsed, accepted: Accepted, turn: Turn | None = None
+    ) -> Answer:
+        """Send every event; the answer, which is complete then."""
         now = asyncio.get_running_loop().time
-        accepted_at = now()
-        remaining_s = context.time_remaining()
-        deadline = None if remaining_s is None else accepted_at + remaining_s
-        with self._slot(tenant), Interrupt() as interrupt, self._interruptible(interrupt, deadline):
+        with Interrupt() as interrupt, self._interruptible(interrupt, accepted.deadline):
+            if turn is not None:
+                turn.on_lost = interrupt
             request = await self._complete(parsed, tenant)
-            relay = Relay(request, self._routing, interrupt, deadline)
-            answer = Answer(request, relay, self._model.tokenizer, accepted_at)
-            with _logged(answer, relay, now, accepted_at):
+            relay = Relay(request, self._routing, interrupt, accepted.deadline)
+            answer = Answer(request, relay, self._model.tokenizer, accepted.at)
+            meter = Meter(request, answer, self.admission, self._accounting)
+            with _logged(answer, relay, now, accepted.at), meter.running():
                 async with contextlib.aclosing(relay.deltas()) as deltas:
                     async for delta in deltas:
                         for event in answer.events(delta, now()):
                             await context.write(event)
+                        meter.update()
                         if answer.done:
                             break
+        return answer
+
+    @contextlib.contextmanager
+    def _let_in(self, tenant: str) -> Iterator[None]:
+        """Hold a place for a stream. Raises Draining, Overloaded, QuotaExceeded."""
+        with self._accounting.refusals(tenant):
+            self.admission.check_tokens(tenant)
+        with self._slot(tenant):
+            self._accounting.of(tenant).requests += 1
+            yield
 
     @contextlib.contextmanager
     def _slot(self, tenant: str) -> Iterator[None]:
-        """Hold a place in this router. Raises Draining, Overloaded."""
+        """Hold a place in this router. Raises Draining, Overloaded, QuotaExceeded."""
         if self._draining:
             raise Draining("this router is going down", retry_after_ms=200)
-        with self.admission.slot(tenant):
+        with contextlib.ExitStack() as stack:
+            with self._accounting.refusals(tenant):
+                stack.enter_context(self.admission.slot(tenant))
             yield
 
     @contextlib.contextmanager
@@ -205,6 +267,58 @@ class Service:
             text = await self._model.decode(list(message.token_ids), skip_special_tokens=skip)
         return inference_pb2.DetokenizeResponse(text=text)
 
+    # -- sessions ----------------------------------------------------------------------------------------------------
+
+    async def get_session(self, tenant: str, message: inference_pb2.GetSessionRequest) -> inference_pb2.Session:
+        """The GetSession call."""
+        name = validation.session_name("session_id", message.session_id)
+        with self._slot(tenant):
+            return await self._session(name, await self._sessions.get(tenant, name))
+
+    async def delete_session(
+        self, tenant: str, message: inference_pb2.DeleteSessionRequest
+    ) -> inference_pb2.DeleteSessionResponse:
+        """The DeleteSession call."""
+        name = validation.session_name("session_id", message.session_id)
+        with self._slot(tenant):
+            await self._sessions.delete(tenant, name)
+        return inference_pb2.DeleteSessionResponse()
+
+    async def fork_session(self, tenant: str, message: inference_pb2.ForkSessionRequest) -> inference_pb2.Session:
+        """The ForkSession call."""
+        name = validation.session_name("session_id", message.session_id)
+        new_name = validation.session_name("new_session_id", message.new_session_id)
+        with self._slot(tenant):
+            return await self._session(new_name, await self._sessions.fork(tenant, name, new_name))
+
+    async def pin_session(self, tenant: str, message: inference_pb2.PinSessionRequest) -> inference_pb2.Session:
+        """The PinSession call."""
+        name = validation.session_name("session_id", message.session_id)
+        pinned = message.pinned if message.HasField("pinned") else True
+        with self._slot(tenant):
+            return await self._session(name, await self._sessions.pin(tenant, name, pinned=pinned))
+
+    async def _session(self, name: str, stored: StoredSession) -> inference_pb2.Session:
+        conversation = Conversation(messages=stored.messages, variables={})
+        tokens: list[int] = []
+        with contextlib.suppress(InvalidRequest):  # a template may take no conversation that ends with an answer
+            tokens = await self._model.render(conversation, add_generation_prompt=False)
+        return inference_pb2.Session(
+            session_id=name,
+            messages=[inference_pb2.ChatMessage(**message) for message in stored.messages],
+            tokens=len(tokens),
+            expires_in_s=stored.expires_in_s or 0.0,
+            version=stored.version,
+            bytes=stored.bytes,
+            model=stored.model,
+            pinned=stored.expires_in_s is None,
+            created_at_s=stored.created_at_s,
+            used_at_s=stored.used_at_s,
+            busy=stored.busy,
+        )
+
+    # -- what there is -----------------------------------------------------------------------------------------------
+
     def model(self, name: str) -> inference_pb2.Model:
         """The GetModel call."""
         self._model.check_name(name)
@@ -223,8 +337,8 @@ class Service:
             groups=len(links),
         )
 
-    def cluster(self) -> inference_pb2.Cluster:
-        """The GetCluster call."""
+    def cluster(self, tenant: str) -> inference_pb2.Cluster:
+        """The GetCluster call. Of usage it shows the caller's alone."""
         now = asyncio.get_running_loop().time()
         groups = self._routing.groups
         return inference_pb2.Cluster(
@@ -232,6 +346,16 @@ class Service:
             groups=[_group(link, now) for link in groups.links()],
             membership_live=groups.membership_live,
             active_requests=self.admission.active,
+            usage=self._usage(tenant),
+        )
+
+    def _usage(self, tenant: str) -> inference_pb2.TenantUsage:
+        totals = self._accounting.of(tenant)
+        return inference_pb2.TenantUsage(
+            tenant=tenant,
+            **asdict(totals),
+            active_requests=self.admission.active_of(tenant),
+            tokens_left=self.admission.tokens_left(tenant),
         )
 
     def _max_context(self) -> int:
@@ -257,6 +381,11 @@ def _group(link: GroupLink, now: float) -> inference_pb2.Group:
         indexed_blocks=len(link.index),
         rank_pids=hello.rank_pids if hello is not None else (),
     )
+
+
+def _accepted(context: Context) -> Accepted:
+    now, remaining_s = asyncio.get_running_loop().time(), context.time_remaining()
+    return Accepted(at=now, deadline=None if remaining_s is None else now + remaining_s)
 
 
 @contextlib.contextmanager
@@ -333,14 +462,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
         return await self._service.call(context, body)
 
-    async def GetSession(self, request: inference_pb2.GetSessionRequest, context: Context) -> Any:
-        await self._service.call(context, _not_supported("GetSession"))
+    async def GetSession(self, request: inference_pb2.GetSessionRequest, context: Context) -> inference_pb2.Session:
+        return await self._service.call(context, lambda tenant: self._service.get_session(tenant, request))
 
-    async def DeleteSession(self, request: inference_pb2.DeleteSessionRequest, context: Context) -> Any:
-        await self._service.call(context, _not_supported("DeleteSession"))
+    async def DeleteSession(
+        self, request: inference_pb2.DeleteSessionRequest, context: Context
+    ) -> inference_pb2.DeleteSessionResponse:
+        return await self._service.call(context, lambda tenant: self._service.delete_session(tenant, request))
 
-    async def ForkSession(self, request: inference_pb2.ForkSessionRequest, context: Context) -> Any:
-        await self._service.call(context, _not_supported("ForkSession"))
+    async def ForkSession(self, request: inference_pb2.ForkSessionRequest, context: Context) -> inference_pb2.Session:
+        return await self._service.call(context, lambda tenant: self._service.fork_session(tenant, request))
+
+    async def PinSession(self, request: inference_pb2.PinSessionRequest, context: Context) -> inference_pb2.Session:
+        return await self._service.call(context, lambda tenant: self._service.pin_session(tenant, request))
 
 
 class AdminServicer(inference_pb2_grpc.AdminServicer):
@@ -350,8 +484,8 @@ class AdminServicer(inference_pb2_grpc.AdminServicer):
         self._service = service
 
     async def GetCluster(self, request: inference_pb2.GetClusterRequest, context: Context) -> inference_pb2.Cluster:
-        async def body(_: str) -> inference_pb2.Cluster:
-            return self._service.cluster()
+        async def body(tenant: str) -> inference_pb2.Cluster:
+            return self._service.cluster(tenant)
 
         return await self._service.call(context, body)
 

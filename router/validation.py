@@ -11,7 +11,7 @@ import json
 import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from cluster.errors import ContextExceeded, FieldNotSupported, InvalidRequest, PromptEmpty
@@ -48,12 +48,21 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRef:
+    """Which stored session a Chat goes on with, and the version that it must be at (None: any, or none yet)."""
+
+    session_id: str
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
     """A message whose every field is right by itself."""
 
     model: str
     prompt: str | tuple[int, ...] | Conversation
     options: inference_pb2.RequestOptions
+    session: SessionRef | None = None  # with it, the prompt is only what is new
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,15 +125,42 @@ def parse_chat(message: inference_pb2.ChatRequest, model: str, vocab_size: int) 
         variables=_template_variables(message.template_variables_json),
     )
     _check_options(message.options, vocab_size)
-    return Parsed(model=model, prompt=conversation, options=message.options)
+    session = _session(message) if message.HasField("session") else None
+    return Parsed(model=model, prompt=conversation, options=message.options, session=session)
+
+
+def _session(message: inference_pb2.ChatRequest) -> SessionRef:
+    sampling = message.options.sampling
+    if sampling.HasField("n") and sampling.n != 1:
+        raise InvalidRequest.of(
+            f"{SAMPLING}.n", sampling.n, "must be 1 in a session: only one answer goes on", limit="1"
+        )
+    return SessionRef(
+        session_id=session_name("session.session_id", message.session.session_id),
+        version=message.session.version if message.session.HasField("version") else None,
+    )
+
+
+def session_name(field: str, name: str) -> str:
+    """The name of a stored session. Raises InvalidRequest."""
+    if not name:
+        raise InvalidRequest.of(field, name, "must be set")
+    _check_bytes(field, name, MAX_NAME_BYTES)
+    return name
+
+
+def with_history(parsed: Parsed, messages: tuple[Message, ...]) -> Parsed:
+    """The same request for a whole conversation. Raises InvalidRequest when that is too long."""
+    _check_count("messages", len(messages))
+    assert isinstance(parsed.prompt, Conversation)
+    return replace(parsed, prompt=replace(parsed.prompt, messages=messages))
 
 
 def parse_messages(messages: Sequence[inference_pb2.ChatMessage], field: str) -> tuple[Message, ...]:
     """The turns of a conversation. Raises PromptEmpty, InvalidRequest."""
     if not messages:
         raise PromptEmpty(f"{field}: must hold at least one message", field=field)
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest.of(field, len(messages), f"must hold at most {MAX_MESSAGES}", limit=str(MAX_MESSAGES))
+    _check_count(field, len(messages))
     parsed: list[Message] = []
     for number, message in enumerate(messages):
         if not message.role:
@@ -133,6 +169,12 @@ def parse_messages(messages: Sequence[inference_pb2.ChatMessage], field: str) ->
         named = {"name": message.name} if message.name else {}
         parsed.append({"role": message.role, "content": message.content, **named})
     return tuple(parsed)
+
+
+def _check_count(field: str, messages: int) -> None:
+    if messages > MAX_MESSAGES:
+        rule = f"must hold at most {MAX_MESSAGES}, stored ones included"
+        raise InvalidRequest.of(field, messages, rule, limit=str(MAX_MESSAGES))
 
 
 def check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
@@ -261,7 +303,7 @@ def complete(
         echo=options.echo,
         stream_interval_tokens=options.stream_interval_tokens if options.HasField("stream_interval_tokens") else 1,
         priority=options.priority,
-        session_id=options.session_id,
+        session_id=options.session_id or (parsed.session.session_id if parsed.session is not None else ""),
         cache_salt=options.cache_salt,
     )
 

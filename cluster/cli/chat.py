@@ -1,17 +1,25 @@
-"""``quire chat``: a conversation on the terminal. The history lives here; each turn sends all of it."""
+"""``quire chat``: a conversation on the terminal.
+
+Without ``--session`` the history lives here and each turn sends all of it; with it the cluster keeps the history, each
+turn sends only what was typed, and another ``quire chat`` may go on with it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cluster.cli import sampling, terminal
-from cluster.errors import QuireError
+from cluster.errors import ConfigError, QuireError, SessionNotFound
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from router.client import Client
 
 HELP = "/new starts over, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -26,7 +34,7 @@ def chat(
     once: Annotated[str | None, typer.Option(help="Ask this, print the answer, leave.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     session: Annotated[
-        str | None, typer.Option(help="Session id: keeps a conversation at the group that knows it.")
+        str | None, typer.Option(help="Let the cluster keep the conversation under this name, or go on with it.")
     ] = None,
     address: sampling.Address = sampling.DEFAULT_ADDRESS,
     api_key: sampling.ApiKey = None,
@@ -48,12 +56,16 @@ def chat(
       quire chat --once "What is the capital of France?" --temperature 0
 
       echo "Summarize: ..." | quire chat --once -
+
+      quire chat --session trip; quire chat --session trip --once "And of Italy?"
+
+    With --session, /new drops what is stored under that name and begins again. `quire session` looks at it.
     """
     from router.client import Client
 
     options: dict[str, Any] = {
         "model": model,
-        "session_id": session or uuid.uuid4().hex,
+        "session_id": "" if session else uuid.uuid4().hex,
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_k": top_k,
@@ -62,27 +74,84 @@ def chat(
         "stop": stop or [],
         "timeout_s": timeout,
     }
-    messages = [{"role": "system", "content": system}] if system else []
+    beginning = [{"role": "system", "content": system}] if system else []
     with Client(address, api_key=api_key) as client:
+        talk = Stored(client, session, beginning, options) if session else Local(client, beginning, options)
         if once is not None:
-            text = sys.stdin.read() if once == "-" else once
-            turn(client, messages, text, options)
+            talk.turn(sys.stdin.read() if once == "-" else once)
         else:
-            _converse(client, messages, options)
+            _converse(talk)
 
 
-def turn(client: Client, messages: list[dict[str, str]], text: str, options: dict[str, Any]) -> None:
-    """Ask one question, print the answer, and add both to ``messages``. A broken turn is not added."""
+class Local:
+    """A conversation that lives here."""
+
+    def __init__(self, client: Client, beginning: list[dict[str, str]], options: dict[str, Any]) -> None:
+        self._client = client
+        self._beginning = beginning
+        self._options = options
+        self._messages = list(beginning)
+
+    def turn(self, text: str) -> None:
+        """Ask one question, and print the answer. A broken turn is not added to the conversation."""
+        asked = [*self._messages, {"role": "user", "content": text}]
+        answer = _ask(self._client, asked, **self._options)
+        self._messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def restart(self) -> None:
+        """Forget everything but the beginning."""
+        self._messages = list(self._beginning)
+        self._options["session_id"] = uuid.uuid4().hex
+
+
+class Stored:
+    """A conversation that the cluster keeps."""
+
+    def __init__(self, client: Client, name: str, beginning: list[dict[str, str]], options: dict[str, Any]) -> None:
+        """Looks whether it exists. Raises ConfigError for a system message that would come amid the conversation."""
+        self._client = client
+        self._name = name
+        self._beginning = beginning
+        self._options = options
+        self._is_new = not self._show()
+        if beginning and not self._is_new:
+            raise ConfigError(
+                f"--system: session {name} has begun already; use another name, or `quire session delete {name}`",
+                field="system",
+            )
+
+    def turn(self, text: str) -> None:
+        """Send one question, and print the answer. A broken turn is not stored."""
+        new = [*(self._beginning if self._is_new else []), {"role": "user", "content": text}]
+        _ask(self._client, new, session=self._name, **self._options)
+        self._is_new = False
+
+    def restart(self) -> None:
+        """Drop what is stored."""
+        with contextlib.suppress(SessionNotFound):
+            self._client.delete_session(self._name)
+        self._is_new = True
+
+    def _show(self) -> bool:
+        from cluster.cli.session import summary
+
+        try:
+            found = self._client.get_session(self._name)
+        except SessionNotFound:
+            return False
+        terminal.err.print(summary(found), style="dim", markup=False)
+        return True
+
+
+def _ask(client: Client, messages: list[dict[str, str]], **options: Any) -> str:
     from cluster.cli.stream import print_events, print_usage
 
-    asked = [*messages, {"role": "user", "content": text}]
-    answer = print_events(client.chat(asked, **options))
+    answer = print_events(client.chat(messages, **options))
     print_usage(answer)
-    messages[:] = [*asked, {"role": "assistant", "content": answer.text}]
+    return answer.text
 
 
-def _converse(client: Client, messages: list[dict[str, str]], options: dict[str, Any]) -> None:
-    beginning = list(messages)
+def _converse(talk: Local | Stored) -> None:
     terminal.err.print(HELP, style="dim", markup=False)
     while True:
         try:
@@ -92,16 +161,15 @@ def _converse(client: Client, messages: list[dict[str, str]], options: dict[str,
         if text in ("/quit", "/exit"):
             return
         if text == "/new":
-            messages[:] = beginning
-            options["session_id"] = uuid.uuid4().hex
+            _one_step(talk.restart)
         elif text:
-            _one_turn(client, messages, text, options)
+            _one_step(partial(talk.turn, text))
 
 
-def _one_turn(client: Client, messages: list[dict[str, str]], text: str, options: dict[str, Any]) -> None:
+def _one_step(step: Callable[[], None]) -> None:
     """In a conversation neither an error nor Ctrl-C ends the program: the user may want to try again."""
     try:
-        turn(client, messages, text, options)
+        step()
     except QuireError as error:
         if not terminal.is_interactive():
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import typer
 
@@ -35,9 +35,14 @@ def lines(model: Any, indent: str = "") -> Iterator[str]:
 
     for name, field in model.model_fields.items():
         yield f"{indent}# {field.description}"
+        entry = (get_args(field.annotation) or (None,))[-1]
         if isinstance(field.annotation, type) and issubclass(field.annotation, Frozen):
             yield f"{indent}{name}:"
             yield from lines(field.annotation, indent + "  ")
+        elif isinstance(entry, type) and issubclass(entry, Frozen):
+            yield f"{indent}{name}: {{}}"
+            yield f"{indent}#  NAME:"
+            yield from (f"{indent}#    {line}" for line in lines(entry))
         else:
             default = field.get_default(call_default_factory=True)
             yield f"{indent}{name}: {json.dumps(default, default=str)}"

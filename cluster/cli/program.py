@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import typer
 
-from cluster.cli import bench, chat, configuration, demo, fetch, generate, key, plan, serve, status, terminal
+from cluster.cli import bench, chat, configuration, demo, fetch, generate, key, plan, serve, session, status, terminal
 from cluster.errors import QuireError
 
 app = typer.Typer(
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for module in (serve, chat, generate, status, fetch, demo, plan, bench, key, configuration):
+for module in (serve, chat, generate, session, status, fetch, demo, plan, bench, key, configuration):
     module.register(app)
 
 

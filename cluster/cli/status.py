@@ -12,10 +12,11 @@ from cluster.cli import sampling, terminal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from google.protobuf.message import Message
     from rich.console import RenderableType
     from rich.table import Table
 
-    from cluster.pb.inference_pb2 import Cluster, Group
+    from cluster.pb.inference_pb2 import Cluster, Group, TenantUsage
 
 
 def register(app: typer.Typer) -> None:
@@ -30,7 +31,9 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
 ) -> None:
-    """Show each group: state, requests, pages, speed; and its ranks, where it has several. Live until Ctrl-C, or once.
+    """Show each group: state, requests, pages, speed; its ranks, where it has several; and what you have used.
+
+    Live until Ctrl-C, or once. Usage is of your tenant, since this router started.
 
     [bold]Examples[/]
 
@@ -54,15 +57,15 @@ def status(
                     live.update(overview(client.cluster()))
 
 
-def as_json(cluster: Cluster) -> str:
+def as_json(message: Message) -> str:
     """Every field, also those that are zero: a script should not have to guess which were left out."""
     from google.protobuf.json_format import MessageToJson
 
-    return MessageToJson(cluster, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return MessageToJson(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
 def overview(cluster: Cluster) -> RenderableType:
-    """The groups, and below them the ranks of those that have several."""
+    """The groups, below them the ranks of those that have several, then what the caller's tenant has used."""
     from rich.console import Group as Stacked
 
     several = [group for group in cluster.groups if group.tp > 1]
@@ -71,6 +74,7 @@ def overview(cluster: Cluster) -> RenderableType:
         table(cluster),
         *([rank_table(several)] if several else []),
         *([tier_table(tiered)] if tiered else []),
+        usage_line(cluster.usage),
     )
 
 
@@ -98,6 +102,16 @@ def tier_table(groups: Sequence[Group]) -> Table:
             f"{tier.round_trip_ms:.1f}",
         )
     return grid
+
+
+def usage_line(usage: TenantUsage) -> str:
+    """What one tenant has used of this router."""
+    cached = usage.cached_group_tokens + usage.cached_redis_tokens
+    left = f", {usage.tokens_left:,} tokens left now" if usage.HasField("tokens_left") else ""
+    return (
+        f"{usage.tenant}: {usage.requests:,} requests ({usage.refusals:,} refused), {usage.prompt_tokens:,} prompt "
+        f"tokens ({cached:,} cached), {usage.output_tokens:,} generated{left}"
+    )
 
 
 def rank_table(groups: Sequence[Group]) -> Table:

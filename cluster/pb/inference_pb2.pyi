@@ -21,16 +21,26 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_common_pb2.TokenSequence, _Mapping]] = ..., options: _Optional[_Union[RequestOptions, _Mapping]] = ...) -> None: ...
 
 class ChatRequest(_message.Message):
-    __slots__ = ("model", "messages", "options", "template_variables_json")
+    __slots__ = ("model", "messages", "options", "template_variables_json", "session")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_VARIABLES_JSON_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     model: str
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     options: RequestOptions
     template_variables_json: str
-    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., options: _Optional[_Union[RequestOptions, _Mapping]] = ..., template_variables_json: _Optional[str] = ...) -> None: ...
+    session: SessionTurn
+    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., options: _Optional[_Union[RequestOptions, _Mapping]] = ..., template_variables_json: _Optional[str] = ..., session: _Optional[_Union[SessionTurn, _Mapping]] = ...) -> None: ...
+
+class SessionTurn(_message.Message):
+    __slots__ = ("session_id", "version")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    version: int
+    def __init__(self, session_id: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "name")
@@ -81,14 +91,28 @@ class RequestOptions(_message.Message):
     def __init__(self, sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., echo: _Optional[bool] = ..., bad_words: _Optional[_Iterable[str]] = ..., truncate_prompt_tokens: _Optional[int] = ..., stream_interval_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., adapter: _Optional[str] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ..., draft: _Optional[_Union[_common_pb2.DraftSettings, _Mapping]] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ..., resume_token: _Optional[str] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
-    __slots__ = ("started", "delta", "finished")
+    __slots__ = ("started", "delta", "finished", "stored")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     started: Started
     delta: Delta
     finished: Finished
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    stored: Stored
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ...) -> None: ...
+
+class Stored(_message.Message):
+    __slots__ = ("session_id", "version", "bytes", "expires_in_s")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    version: int
+    bytes: int
+    expires_in_s: float
+    def __init__(self, session_id: _Optional[str] = ..., version: _Optional[int] = ..., bytes: _Optional[int] = ..., expires_in_s: _Optional[float] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("request_id", "group_id", "incarnation", "prompt_tokens", "cached_tokens", "queue_ms", "seed", "routing", "prompt_logprobs", "prefix")
@@ -257,16 +281,40 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("router_id", "groups", "membership_live", "active_requests")
+    __slots__ = ("router_id", "groups", "membership_live", "active_requests", "usage")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_LIVE_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     membership_live: bool
     active_requests: int
-    def __init__(self, router_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., membership_live: _Optional[bool] = ..., active_requests: _Optional[int] = ...) -> None: ...
+    usage: TenantUsage
+    def __init__(self, router_id: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., membership_live: _Optional[bool] = ..., active_requests: _Optional[int] = ..., usage: _Optional[_Union[TenantUsage, _Mapping]] = ...) -> None: ...
+
+class TenantUsage(_message.Message):
+    __slots__ = ("tenant", "requests", "refusals", "prompt_tokens", "cached_group_tokens", "cached_redis_tokens", "output_tokens", "active_requests", "tokens_left")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_GROUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_REDIS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    requests: int
+    refusals: int
+    prompt_tokens: int
+    cached_group_tokens: int
+    cached_redis_tokens: int
+    output_tokens: int
+    active_requests: int
+    tokens_left: int
+    def __init__(self, tenant: _Optional[str] = ..., requests: _Optional[int] = ..., refusals: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_group_tokens: _Optional[int] = ..., cached_redis_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., active_requests: _Optional[int] = ..., tokens_left: _Optional[int] = ...) -> None: ...
 
 class Group(_message.Message):
     __slots__ = ("group_id", "incarnation", "model", "namespace", "address", "state", "tp", "device", "dtype", "load", "last_frame_age_ms", "indexed_blocks", "rank_pids")
@@ -346,14 +394,36 @@ class ForkSessionRequest(_message.Message):
     new_session_id: str
     def __init__(self, session_id: _Optional[str] = ..., new_session_id: _Optional[str] = ...) -> None: ...
 
+class PinSessionRequest(_message.Message):
+    __slots__ = ("session_id", "pinned")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    pinned: bool
+    def __init__(self, session_id: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
+
 class Session(_message.Message):
-    __slots__ = ("session_id", "messages", "tokens", "expires_in_s")
+    __slots__ = ("session_id", "messages", "tokens", "expires_in_s", "version", "bytes", "model", "pinned", "created_at_s", "used_at_s", "busy")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    CREATED_AT_S_FIELD_NUMBER: _ClassVar[int]
+    USED_AT_S_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     tokens: int
     expires_in_s: float
-    def __init__(self, session_id: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tokens: _Optional[int] = ..., expires_in_s: _Optional[float] = ...) -> None: ...
+    version: int
+    bytes: int
+    model: str
+    pinned: bool
+    created_at_s: float
+    used_at_s: float
+    busy: bool
+    def __init__(self, session_id: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tokens: _Optional[int] = ..., expires_in_s: _Optional[float] = ..., version: _Optional[int] = ..., bytes: _Optional[int] = ..., model: _Optional[str] = ..., pinned: _Optional[bool] = ..., created_at_s: _Optional[float] = ..., used_at_s: _Optional[float] = ..., busy: _Optional[bool] = ...) -> None: ...

@@ -79,6 +79,11 @@ class InferenceStub:
                 request_serializer=cluster_dot_pb_dot_inference__pb2.ForkSessionRequest.SerializeToString,
                 response_deserializer=cluster_dot_pb_dot_inference__pb2.Session.FromString,
                 _registered_method=True)
+        self.PinSession = channel.unary_unary(
+                '/quire.v1.Inference/PinSession',
+                request_serializer=cluster_dot_pb_dot_inference__pb2.PinSessionRequest.SerializeToString,
+                response_deserializer=cluster_dot_pb_dot_inference__pb2.Session.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -92,7 +97,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """Answer a conversation: the model's chat template is applied to all messages, then as Generate.
+        """Answer a conversation: the model's chat template is applied to all messages, then as Generate. With `session` the
+        cluster keeps the conversation, and a call sends only what is new.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,20 +129,32 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """Stored sessions. Reserved: UNIMPLEMENTED (reason METHOD_NOT_SUPPORTED) until built.
+        """Stored sessions, of the caller's tenant alone: another tenant's is NOT_FOUND (SESSION_NOT_FOUND), as one that never
+        was. Without the control Redis these calls and turns are UNAVAILABLE (SESSION_STORE_UNAVAILABLE); the rest goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteSession(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """A turn that runs meanwhile is ended, and not stored.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForkSession(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Copy a session, as its last stored turn left it, under a name that does not exist (else ALREADY_EXISTS, SESSION_EXISTS).
+        The copy begins at version 1, is not pinned, and has all of its time to live.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinSession(self, request, context):
+        """Keep a session for ever, or no longer. Pinned sessions of a tenant have a budget of bytes (RESOURCE_EXHAUSTED,
+        PIN_BUDGET).
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -187,6 +205,11 @@ def add_InferenceServicer_to_server(servicer, server):
             'ForkSession': grpc.unary_unary_rpc_method_handler(
                     servicer.ForkSession,
                     request_deserializer=cluster_dot_pb_dot_inference__pb2.ForkSessionRequest.FromString,
+                    response_serializer=cluster_dot_pb_dot_inference__pb2.Session.SerializeToString,
+            ),
+            'PinSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinSession,
+                    request_deserializer=cluster_dot_pb_dot_inference__pb2.PinSessionRequest.FromString,
                     response_serializer=cluster_dot_pb_dot_inference__pb2.Session.SerializeToString,
             ),
     }
@@ -432,6 +455,33 @@ class Inference:
             target,
             '/quire.v1.Inference/ForkSession',
             cluster_dot_pb_dot_inference__pb2.ForkSessionRequest.SerializeToString,
+            cluster_dot_pb_dot_inference__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/PinSession',
+            cluster_dot_pb_dot_inference__pb2.PinSessionRequest.SerializeToString,
             cluster_dot_pb_dot_inference__pb2.Session.FromString,
             options,
             channel_credentials,

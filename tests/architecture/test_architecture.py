@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
@@ -62,7 +63,8 @@ def test_tests_have_no_packages_and_every_test_file_collects_a_test() -> None:
 
 
 def _models(model: type[BaseModel]) -> list[type[BaseModel]]:
-    children = [f.annotation for f in model.model_fields.values()]
+    fields = [field.annotation for field in model.model_fields.values()]
+    children = [child for field in fields for child in (field, *get_args(field))]
     inner = [child for child in children if isinstance(child, type) and issubclass(child, BaseModel)]
     return [model, *(m for child in inner for m in _models(child))]
 

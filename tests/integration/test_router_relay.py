@@ -23,6 +23,7 @@ from router.interrupt import Interrupt
 from router.links import GroupLink, State
 from router.relay import Relay, Routing
 from router.sessions import Affinity
+from router.tenants import Tenants
 from router.validation import Limits, ValidRequest, complete, parse_generate
 from tests.support.redis import RedisServer, running_redis
 from tests.support.scripted_group import TOKEN, ScriptedGroup, eventually
@@ -52,7 +53,14 @@ async def routing(redis_server: RedisServer, cluster: str, **settings: Any) -> A
     groups = Groups(redis_server.url, cluster, TOKEN, config)
     await groups.start()
     try:
-        yield Routing(groups=groups, affinity=Affinity(), config=config, cluster_secret=SECRET, rng=random.Random(0))
+        yield Routing(
+            groups=groups,
+            affinity=Affinity(),
+            config=config,
+            cluster_secret=SECRET,
+            rng=random.Random(0),
+            tenants=Tenants(),
+        )
     finally:
         await groups.close()
 

@@ -31,14 +31,23 @@ def tokenizer() -> Tokenizer:
 
 
 @asynccontextmanager
-async def running_router(redis_url: str, cluster: str, **settings: Any) -> AsyncIterator[RouterServer]:
-    """A router that serves the model "m"; ``settings`` are fields of RouterConfig."""
+async def running_router(
+    redis_url: str,
+    cluster: str,
+    *,
+    sessions: dict[str, Any] | None = None,
+    tenants: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[RouterServer]:
+    """A router that serves the model "m"; ``settings`` are fields of RouterConfig, the others sections of their own."""
     config = parse(
         {
             "cluster": cluster,
             "redis": redis_url,
             "worker_token": TOKEN,
             "cluster_secret": "secret",
+            "sessions": sessions or {},
+            "tenants": tenants or {},
             "router": {"port": 0, "group_silence_s": 1.0, **settings},
         }
     )
@@ -97,6 +106,7 @@ class Answer:
         self.started = next((event.started for event in events if event.HasField("started")), None)
         self.deltas = [event.delta for event in events if event.HasField("delta")]
         self.finished = [event.finished for event in events if event.HasField("finished")]
+        self.stored = next((event.stored for event in events if event.HasField("stored")), None)
 
     def text(self, index: int = 0) -> str:
         return "".join(delta.text for delta in self.deltas if delta.index == index)
