@@ -36,11 +36,16 @@ def pool_blocks(
             )
         budget = wanted_bytes
         blocks = wanted_bytes // bytes_per_block
-    if blocks < 1:
+    check_page_fits(budget, bytes_per_block)
+    return blocks
+
+
+def check_page_fits(budget_bytes: int, bytes_per_block: int) -> None:
+    """Raises OutOfMemory where a pool would hold not a single page."""
+    if budget_bytes < bytes_per_block:
         raise OutOfMemory(
-            f"engine.kv_memory_bytes: {budget} bytes hold no KV page of {bytes_per_block} bytes",
+            f"engine.kv_memory_bytes: {budget_bytes} bytes hold no KV page of {bytes_per_block} bytes",
             field="engine.kv_memory_bytes",
-            value=budget,
+            value=budget_bytes,
             limit=bytes_per_block,
         )
-    return blocks

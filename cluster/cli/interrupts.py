@@ -32,7 +32,7 @@ class Interrupts:
         self._are_held = False
 
     def install(self) -> None:
-        """Take the signals. Call it again after ray.init, which takes SIGTERM for itself."""
+        """Take the signals."""
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
 

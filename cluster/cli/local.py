@@ -69,7 +69,6 @@ def _start(config: ClusterConfig, interrupts: Interrupts, stack: contextlib.Exit
     from cluster.serve import runtime
 
     stack.enter_context(runtime.ray_cluster(config))
-    interrupts.install()
     interrupts.check()
     steps.begin(f"{_count(config.groups, 'group')} and {_count(config.routers, 'router')}")
 

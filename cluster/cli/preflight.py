@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import socket
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -16,6 +17,10 @@ from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, OutOfMemory, PortInUse
 from cluster.lifecycle import free_port
 from cluster.rpc import join_host_port
+from router.auth import Authenticator
+
+if TYPE_CHECKING:
+    from workers.model.config import ModelConfig
 
 
 def check(config: ClusterConfig, steps: Steps, interrupts: Interrupts) -> ClusterConfig:
@@ -26,8 +31,7 @@ def check(config: ClusterConfig, steps: Steps, interrupts: Interrupts) -> Cluste
     """
     config = _with_port(config)
     _check_device(config)
-    if config.router.api_keys_file is not None and not config.router.api_keys_file.is_file():
-        raise ConfigError(f"router.api_keys_file: no file {config.router.api_keys_file}", field="router.api_keys_file")
+    Authenticator(config.router.api_keys_file)  # reads the file as a router would, and refuses what it would refuse
     if config.redis is not None:
         from cluster.membership import mask_url, ping
 
@@ -99,10 +103,30 @@ def _check_model(config: ClusterConfig, steps: Steps, interrupts: Interrupts) ->
     steps.begin(f"model {config.model}")
     with interrupts.let_through():  # a download may take long; the rest is quick
         files = models.resolve(config.model, name=config.model_name, progress=on_progress)
-    part_of(parse_config(models.hf_config(files)), 0, config.tp)  # refuses ranks that would have nothing to do
+    model = parse_config(models.hf_config(files))
+    part_of(model, 0, config.tp)  # refuses ranks that would have nothing to do
+    _check_page(config, model)
     Tokenizer(files)  # a damaged one is found in a second here; a replica would take a dozen to say so
     paths = [files.path] if files.path.is_file() else sorted(files.path.glob("*.safetensors"))
     return sum(os.path.getsize(path) for path in paths)
+
+
+def _check_page(config: ClusterConfig, model: ModelConfig) -> None:
+    """Refuse a pool without a page. With more ranks than KV heads each of them holds a copy of one."""
+    from workers.sizing import check_page_fits
+
+    if config.engine.kv_memory_bytes is not None:
+        kv_heads = max(model.kv_heads, config.tp)
+        numbers = 2 * model.layers * kv_heads * config.engine.block_tokens * model.head_dim
+        check_page_fits(config.engine.kv_memory_bytes, numbers * _least_kv_itemsize(config))
+
+
+def _least_kv_itemsize(config: ClusterConfig) -> int:
+    """Bytes of a number in a page; the smaller one where it is open what the groups will run on."""
+    engine = config.engine
+    maybe_card = engine.device == "cuda" or (engine.device == "auto" and ("RAY_ADDRESS" in os.environ or _cards()))
+    on_cpu = engine.dtype == "auto" and not maybe_card
+    return 4 if on_cpu or engine.dtype == "float32" else 2
 
 
 def _check_memory(config: ClusterConfig, weights_bytes: int) -> None:

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -182,11 +183,32 @@ def _connect(**options: Any) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, namespace="serve", **options)
+        with _sigterm_stays_ours():
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, namespace="serve", **options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
         raise DependencyUnreachable(f"ray: {str(error).strip().splitlines()[0]}", field="RAY_ADDRESS") from error
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing serve's parts sets it back
     _mute_death_notices()
+
+
+@contextlib.contextmanager
+def _sigterm_stays_ours() -> Iterator[None]:
+    """For a ray.init on the main thread, which takes SIGTERM twice; either would cut our cleanup short.
+
+    As it begins, it would have sys.exit called wherever we are. As it connects, a handler in native code prints where
+    every thread is, hands the signal on to ours, and has the process aborted three seconds later. (Blocking the signal
+    meanwhile does not help: another thread gets it.)
+    """
+    from ray._private import utils
+
+    ours, take_sigterm = signal.getsignal(signal.SIGTERM), utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = take_sigterm
+        signal.signal(signal.SIGTERM, ours)
+        signal.alarm(0)
 
 
 def _mute_death_notices() -> None:

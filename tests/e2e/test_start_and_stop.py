@@ -5,15 +5,19 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from cluster.lifecycle import kill_tree
 from tests.support.models import smollm2, tiny_llama
 from tests.support.ports import free_port
-from tests.support.served import QUIRE, Served, is_alive, run_quire, serving
+from tests.support.served import QUIRE, Served, command_line, is_alive, run_quire, serving
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,17 @@ def ours() -> set[int]:
 
 def refused(*arguments: str) -> str:
     """Starts what must not start; returns its one line."""
+    return _refusal(*arguments).splitlines()[-1]
+
+
+def refused_early(*arguments: str) -> str:
+    """As ``refused``, of what must be found before the seconds that Ray takes."""
+    told = _refusal(*arguments).splitlines()
+    assert not [line for line in told if line.startswith("ray (")], told
+    return told[-1]
+
+
+def _refusal(*arguments: str) -> str:
     before = ours()
     done = run_quire("serve", *arguments)
     assert done.returncode == 1, (done.stdout, done.stderr)
@@ -48,7 +63,7 @@ def refused(*arguments: str) -> str:
     assert done.stderr.splitlines()[-1] == lines[0]
     assert "Traceback" not in done.stderr
     assert ours() <= before
-    return lines[0]
+    return done.stderr
 
 
 def test_a_missing_model_is_refused() -> None:
@@ -85,6 +100,20 @@ def test_a_port_in_use_is_refused() -> None:
 
 def test_too_large_a_pool_is_refused() -> None:
     assert "kv_memory" in refused("--port", "0", "--kv-memory", "900TiB")
+
+
+def test_a_pool_without_a_page_is_refused_before_ray_starts(tiny: str) -> None:
+    line = refused_early("--model", tiny, "--port", "0", "--kv-memory", "1KiB", "--device", "cpu")
+    assert "engine.kv_memory_bytes: 1024 bytes hold no KV page of" in line
+
+
+def test_a_malformed_file_of_keys_is_refused_before_ray_starts(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("# ours\nsomebody notadigest\n")
+    line = refused_early("--api-keys", str(keys), "--port", "0")
+    assert f"{keys}, line 2: must be 'tenant sha256hex'" in line
+    assert "notadigest" not in line
+    assert "No such file" in refused_early("--api-keys", str(tmp_path / "none"), "--port", "0")
 
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a card")
@@ -150,6 +179,70 @@ def test_a_signal_during_the_start_leaves_nothing(small: list[str], tmp_path: Pa
         assert [one for one in left if is_alive(one)] == []
         assert ours() <= before
         assert "Traceback" not in (tmp_path / "out").read_text()
+
+
+def test_sigterm_as_ray_starts_is_a_clean_end(small: list[str], tmp_path: Path) -> None:
+    """Ray takes SIGTERM when ray.init begins, to end us without our cleanup."""
+    with ends_cleanly(tmp_path / "out", *QUIRE, "serve", "--port", "0", *small) as process:
+        process.send_signal(signal.SIGTERM)
+
+
+HIT_AS_IT_CONNECTS = """
+import os, signal, sys, time
+from cluster.serve import environment
+environment.prepare()
+import ray
+from ray._private import worker
+from cluster.cli.program import run
+
+connect, shutdown = worker.connect, ray.shutdown
+
+def hit(*arguments, **options):
+    connect(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def slow_shutdown():
+    time.sleep(5)
+    shutdown()
+
+worker.connect, ray.shutdown = hit, slow_shutdown
+sys.exit(run(["serve", "--port", "0", *sys.argv[1:]]))
+"""
+
+
+def test_sigterm_as_ray_connects_is_a_clean_end(small: list[str], tmp_path: Path) -> None:
+    """Ray's native code takes it too, hands it on, and would abort the process three seconds later."""
+    with ends_cleanly(tmp_path / "out", sys.executable, "-c", HIT_AS_IT_CONNECTS, *small):
+        pass
+
+
+@contextmanager
+def ends_cleanly(out: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A start, given out as soon as its Ray starts; behind the block it must end with success, and leave nothing."""
+    with out.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        wait_for_child(process, "gcs_server")
+        yield process
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert process.wait(90) == 0, out.read_text()
+        _, left = psutil.wait_procs(started, timeout=20)
+        assert [one for one in left if is_alive(one)] == []
+        assert ours() == set()
+        assert "Traceback" not in out.read_text()
+        assert out.read_text().splitlines()[-1] == "stopped"
+    finally:
+        kill_tree(process.pid)
+        process.wait(10)
+
+
+def wait_for_child(process: subprocess.Popen[bytes], name: str) -> None:
+    """Until one of those below it has this in its command line."""
+    end = time.monotonic() + 60
+    while not any(name in command_line(one) for one in psutil.Process(process.pid).children(recursive=True)):
+        assert process.poll() is None
+        assert time.monotonic() < end, f"no {name} was started"
+        time.sleep(0.02)
 
 
 def test_nothing_outlives_a_killed_quire_serve(small: list[str], tmp_path: Path) -> None:
