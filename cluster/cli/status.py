@@ -79,14 +79,14 @@ def overview(cluster: Cluster) -> RenderableType:
 
 
 def tier_table(groups: Sequence[Group]) -> Table:
-    """One row per group: its tier in Redis."""
+    """One row per group: its tier in Redis. Tokens fetched, bytes stored, chunks not stored and corrupt; the link."""
     from rich.table import Table
 
     from cluster.kv_arithmetic import format_size
 
     grid = Table(box=None, padding=(0, 2, 0, 0))
     grid.add_column("prefix tier", no_wrap=True)
-    for heading in ("reads", "writes", "fetched tok", "stored", "dropped", "corrupt", "/s", "ms"):
+    for heading in ("reads", "writes", "fetched", "stored", "lost", "bad", "MB/s", "ms"):
         grid.add_column(heading, justify="right", no_wrap=True)
     for group in sorted(groups, key=lambda group: group.group_id):
         tier = group.load.tier
@@ -98,19 +98,19 @@ def tier_table(groups: Sequence[Group]) -> Table:
             format_size(tier.stored_bytes),
             str(tier.dropped_chunks),
             str(tier.corrupt_chunks),
-            format_size(round(tier.fetch_bytes_per_s)),
+            f"{tier.fetch_bytes_per_s / 1e6:.0f}",
             f"{tier.round_trip_ms:.1f}",
         )
     return grid
 
 
 def usage_line(usage: TenantUsage) -> str:
-    """What one tenant has used of this router."""
+    """What one tenant has used of this router, in lines of 80 columns."""
     cached = usage.cached_group_tokens + usage.cached_redis_tokens
     left = f", {usage.tokens_left:,} tokens left now" if usage.HasField("tokens_left") else ""
     return (
-        f"{usage.tenant}: {usage.requests:,} requests ({usage.refusals:,} refused), {usage.prompt_tokens:,} prompt "
-        f"tokens ({cached:,} cached), {usage.output_tokens:,} generated{left}"
+        f"{usage.tenant}: {usage.requests:,} requests ({usage.refusals:,} refused)\n"
+        f"tokens: {usage.prompt_tokens:,} of prompts ({cached:,} cached), {usage.output_tokens:,} generated{left}"
     )
 
 

@@ -110,6 +110,7 @@ async def test_status_shows_what_was_used(
         shell = Terminal(running, capsys, monkeypatch)
         await shell.quire("generate", "Hello", "--max-tokens", "3")
         assert await shell.quire("status", "--once") == 0
-        assert "anonymous: 1 requests (0 refused), 1 prompt tokens (0 cached), 3 generated, 99" in shell.out
+        assert "anonymous: 1 requests (0 refused)" in shell.out
+        assert "tokens: 1 of prompts (0 cached), 3 generated, 99" in shell.out
         assert await shell.quire("status", "--json") == 0
         assert json.loads(shell.out)["usage"]["output_tokens"] == "3"
