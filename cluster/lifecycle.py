@@ -132,8 +132,13 @@ class EmbeddedRedis:
     _CHECK_S = 0.1
     _READY_S = 10.0
 
-    def __init__(self, *, port: int = 0, maxmemory_bytes: int = 0, policy: str = "noeviction") -> None:
-        """``policy``: what it does when ``maxmemory_bytes`` (0: no limit) are full, as in its own maxmemory-policy."""
+    def __init__(
+        self, purpose: str = "control", *, port: int = 0, maxmemory_bytes: int = 0, policy: str = "noeviction"
+    ) -> None:
+        """``purpose``: in the name of its working directory, which tells two servers of one owner apart.
+        ``policy``: what it does when ``maxmemory_bytes`` (0: no limit) are full, as in its own maxmemory-policy.
+        """
+        self._purpose = purpose
         self._fixed_port = port
         self._memory = f"maxmemory {maxmemory_bytes}\nmaxmemory-policy {policy}\n"
         self._password = secrets.token_urlsafe(24)  # loopback is shared with every user of the host
@@ -162,7 +167,7 @@ class EmbeddedRedis:
         if self._thread is not None:
             raise ValueError("started already")
         _sweep_folders()
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-{self._purpose}-"))
         # The thread starts the server and lives as long as it: see dies_with_parent.
         self._thread = threading.Thread(target=self._supervise, name="embedded redis", daemon=True)
         self._thread.start()

@@ -58,7 +58,7 @@ def _with_kv_redis(config: ClusterConfig, stack: contextlib.ExitStack, steps: St
     from cluster.lifecycle import EmbeddedRedis
 
     steps.begin("redis for the prefix cache, embedded")
-    server = EmbeddedRedis(maxmemory_bytes=config.prefix.memory_bytes, policy="allkeys-lru")
+    server = EmbeddedRedis("prefix", maxmemory_bytes=config.prefix.memory_bytes, policy="allkeys-lru")
     prefix = config.prefix.model_copy(update={"redis": stack.enter_context(server).url})
     return config.model_copy(update={"prefix": prefix})
 

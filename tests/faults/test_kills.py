@@ -206,11 +206,11 @@ def test_redis_is_killed(served: Served, client: Client, expected: dict[int, lis
     groups = {group.incarnation for group in client.cluster().groups}
     with loaded(served, expected) as load:
         busy(load)
-        redis = served.find("redis-server")
+        redis = served.redis("control")
         redis.kill()
         more(load)
         until(client, lambda found: found.membership_live, "membership is live again")
-        assert served.find("redis-server").pid != redis.pid
+        assert served.redis("control").pid != redis.pid
         more(load)
     assert load.failures == []
     found = until(client, all_serve(2), "both groups")
@@ -219,7 +219,7 @@ def test_redis_is_killed(served: Served, client: Client, expected: dict[int, lis
 
 
 def test_a_new_group_is_found_after_redis_lost_everything(served: Served, client: Client) -> None:
-    served.find("redis-server").kill()
+    served.redis("control").kill()
     until(client, lambda found: found.membership_live, "membership is live again")
     victim = client.cluster().groups[0]
     psutil.Process(victim.rank_pids[0]).kill()

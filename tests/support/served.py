@@ -62,6 +62,13 @@ class Served:
         assert len(found) == 1, f"{text}: {[command_line(one) for one in found]}"
         return found[0]
 
+    def redis(self, purpose: str) -> psutil.Process:
+        """The embedded redis-server that is there for ``purpose``: "control" or "prefix"."""
+        servers = [one for one in self.descendants() if "redis-server" in command_line(one)]
+        found = [one for one in servers if f"-{purpose}-" in one.cwd()]
+        assert len(found) == 1, f"{purpose}: {servers}"
+        return found[0]
+
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
         """Signal it and wait for its end; returns the exit code."""
         self.descendants()
